@@ -45,9 +45,9 @@ def read(value: object) -> float:
     if isinstance(value, np.ndarray):
         return float(value.sum())
     if isinstance(value, Mapping):
-        return sum(read(item) for item in value.values())
+        return sum(read(entry) for entry in value.values())
     if isinstance(value, list):
-        return sum(read(item) for item in value)
+        return sum(read(entry) for entry in value)
     return 0.0
 
 
@@ -56,14 +56,14 @@ def make_predictions(with_tensors: bool) -> list[dict[str, object]]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     predictions: list[dict[str, object]] = []
     for image_id in range(1000):
-        found: dict[str, object] = {
+        prediction: dict[str, object] = {
             "boxes": torch.rand(20, 4, generator=generator),
             "scores": torch.rand(20, generator=generator),
             "labels": torch.randint(80, (20,), generator=generator),
         }
         if not with_tensors:
-            found = {key: value.tolist() for key, value in found.items()}
-        predictions.append({**found, "image_id": image_id})
+            prediction = {key: value.tolist() for key, value in prediction.items()}
+        predictions.append({**prediction, "image_id": image_id})
     return predictions
 
 

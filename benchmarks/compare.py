@@ -23,38 +23,51 @@ Key = tuple[str, str, str]
 
 
 def by_key(results: dict[str, Any]) -> dict[Key, report.Figure]:
-    return {(one["benchmark"], one["title"], one["name"]): one for one in results["figures"]}
+    return {
+        (figure["benchmark"], figure["title"], figure["name"]): figure
+        for figure in results["figures"]
+    }
 
 
-def verdict(old: report.Figure, new: report.Figure, threshold: float) -> tuple[float, str]:
+def verdict(
+    old_figure: report.Figure, new_figure: report.Figure, threshold: float
+) -> tuple[float, str]:
     """Return new/old as a ratio of costs, and "slower", "faster" or "noise"."""
-    prefix = "ratio_" if old["ratio_to"] and old["ratio_to"] == new["ratio_to"] else ""
-    before, after = old[f"{prefix}median"], new[f"{prefix}median"]
+    prefix = (
+        "ratio_"
+        if old_figure["ratio_to"] and old_figure["ratio_to"] == new_figure["ratio_to"]
+        else ""
+    )
+    before, after = old_figure[f"{prefix}median"], new_figure[f"{prefix}median"]
     # Ratios are ratios of costs; only medians may be rates.
-    change = before / after if not prefix and new["better"] == "higher" else after / before
-    noise = sum(one[f"{prefix}iqr"] * (1 + 4 / one["rounds"]) for one in (old, new))
-    if min(old["rounds"], new["rounds"]) == 1 or abs(after - before) <= noise:
+    change = before / after if not prefix and new_figure["better"] == "higher" else after / before
+    noise = sum(
+        figure[f"{prefix}iqr"] * (1 + 4 / figure["rounds"]) for figure in (old_figure, new_figure)
+    )
+    if min(old_figure["rounds"], new_figure["rounds"]) == 1 or abs(after - before) <= noise:
         return change, "noise"
     if change > 1 + threshold:
         return change, "slower"
     return change, "faster" if change < 1 / (1 + threshold) else "noise"
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
+def differences(old_results: dict[str, Any], new_results: dict[str, Any]) -> Iterator[str]:
     """Yield other differences between the two runs, which may explain a change."""
     for key in ("mode", "commit"):
-        if old[key] != new[key]:
-            yield f"{key}: {old[key]} -> {new[key]}"
-    for part in ("machine", "peers"):
-        for key in sorted(old[part].keys() | new[part].keys()):
-            before, after = old[part].get(key), new[part].get(key)
+        if old_results[key] != new_results[key]:
+            yield f"{key}: {old_results[key]} -> {new_results[key]}"
+    for section in ("machine", "peers"):
+        for key in sorted(old_results[section].keys() | new_results[section].keys()):
+            before, after = old_results[section].get(key), new_results[section].get(key)
             if before != after:
                 yield f"{key}: {before} -> {after}"
 
 
-def compare(old: dict[str, Any], new: dict[str, Any], options: argparse.Namespace) -> int:
+def compare(
+    old_results: dict[str, Any], new_results: dict[str, Any], options: argparse.Namespace
+) -> int:
     """Print the comparison and return the number of regressions."""
-    before, after = by_key(old), by_key(new)
+    before, after = by_key(old_results), by_key(new_results)
     regressions = 0
     for key in [key for key in before if key in after]:
         change, word = verdict(before[key], after[key], options.threshold)
@@ -65,8 +78,8 @@ def compare(old: dict[str, Any], new: dict[str, Any], options: argparse.Namespac
         is_shown = word != "noise" and (is_ours or before[key]["ratio_to"])
         if is_shown or options.all:
             print(f"{change:7.3f}  {word:10}  {': '.join(key)}")
-    for one, other, side in ((before, after, "old"), (after, before, "new")):
-        for key in sorted(one.keys() - other.keys()):
+    for figures, other, side in ((before, after, "old"), (after, before, "new")):
+        for key in sorted(figures.keys() - other.keys()):
             print(f"{'':7}  {'only in ' + side:10}  {': '.join(key)}")
     print(f"{len(before.keys() & after.keys())} figures in both, {regressions} regressions")
     return regressions
@@ -79,9 +92,9 @@ def main() -> None:
     parser.add_argument("--threshold", type=float, default=0.05, help="0.05: ignore up to 5%%")
     parser.add_argument("--all", action="store_true", help="print all figures, also noise")
     options = parser.parse_args()
-    old, new = report.read(options.old), report.read(options.new)
-    print("\n".join(differences(old, new)))
-    sys.exit(1 if compare(old, new, options) else 0)
+    old_results, new_results = report.read(options.old), report.read(options.new)
+    print("\n".join(differences(old_results, new_results)))
+    sys.exit(1 if compare(old_results, new_results, options) else 0)
 
 
 if __name__ == "__main__":

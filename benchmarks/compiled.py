@@ -78,7 +78,7 @@ def transformer() -> tuple[nn.Module, Any, list[Batch], dict[str, Any]]:
     batches = []
     for start in range(0, 256, 32):
         samples = [data[index] for index in range(start, start + 32)]
-        inputs, targets = (torch.stack(part) for part in zip(*samples, strict=True))
+        inputs, targets = (torch.stack(tensors) for tensors in zip(*samples, strict=True))
         batches.append((inputs, targets))
     net = CharTransformer(width=96, depth=2, heads=4, max_length=64)
     options = {"lr": 0.003, "clip": 1.0}
@@ -121,7 +121,7 @@ def gpt() -> tuple[nn.Module, Any, list[Batch], dict[str, Any]]:
     net.characters, net.head = nn.Embedding(50257, 768), nn.Linear(768, 50257, bias=False)
     net.head.weight = nn.init.normal_(net.characters.weight, std=0.02)
     codes = torch.randint(50257, (4, 8, 1025))
-    batches = [(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in codes]
+    batches = [(block[:, :-1].contiguous(), block[:, 1:].contiguous()) for block in codes]
     options = {"lr": 3e-4, "clip": 1.0, "precision": torch.bfloat16}
     return SupervisedModel(net, NextCharLoss()), torch.optim.AdamW, batches, options
 
@@ -194,7 +194,7 @@ def by_jax(model: Any) -> Train:
         nonlocal weights
         for batch in batches:
             if id(batch) not in copies:
-                copies[id(batch)] = [jax.numpy.array(one.numpy()) for one in batch]
+                copies[id(batch)] = [jax.numpy.array(tensor.numpy()) for tensor in batch]
             weights, _ = step(weights, *copies[id(batch)])
         jax.block_until_ready(weights)
 
@@ -322,16 +322,16 @@ def main() -> None:
         for name in chosen:
             _, _, cold = make(name, COMPILED, device)
             has_jax = (name, device) == ("perceptron", "cpu") and importlib.util.find_spec("jax")
-            made = {
+            trainers = {
                 kind: make(name, kind, device) for kind in (*kinds, *([JAX] if has_jax else []))
             }
             runs = {
                 kind: partial(us_per_step, train, batches, device)
-                for kind, (train, batches, _) in made.items()
+                for kind, (train, batches, _) in trainers.items()
             }
             report.add(f"a step of the {name}", "us", in_turns(runs, options.rounds), BY_HAND)
-            seconds = {"eager": [made[EAGER][2]], COMPILED: [cold]}
-            seconds[f"{COMPILED}, from the cache"] = [made[COMPILED][2]]
+            seconds = {"eager": [trainers[EAGER][2]], COMPILED: [cold]}
+            seconds[f"{COMPILED}, from the cache"] = [trainers[COMPILED][2]]
             report.add(f"the first four steps of the {name}", "s", seconds, ratio_to={})
         if device == "cpu" and "perceptron" in chosen:
             compare_epochs(report, options.rounds, options.steps)

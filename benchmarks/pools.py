@@ -94,7 +94,7 @@ def joblib_like(joblib: Any, workers: int) -> Iterator[Contestant]:
 def openers(workers: int) -> dict[str, Callable[[], Any]]:
     """Return a function that opens a pool for each contestant that is installed."""
     spawn = multiprocessing.get_context("spawn")
-    found: dict[str, Callable[[], Any]] = {
+    makers: dict[str, Callable[[], Any]] = {
         "stepwrap Pool": lambda: pool_like(Pool(workers)),
         "stepwrap P2PPool": lambda: pool_like(P2PPool(workers)),
         PEER: lambda: pool_like(spawn.Pool(workers)),
@@ -111,17 +111,17 @@ def openers(workers: int) -> dict[str, Callable[[], Any]]:
         except ImportError:
             continue
         if name == "loky":
-            found[name] = lambda peer=peer: executor_like(
+            makers[name] = lambda peer=peer: executor_like(
                 peer.ProcessPoolExecutor(max_workers=workers), workers
             )
         else:
-            found[name] = lambda peer=peer: joblib_like(peer, workers)
+            makers[name] = lambda peer=peer: joblib_like(peer, workers)
     try:
         machin = importlib.import_module("machin.parallel.pool")
     except ImportError:
-        return found
-    found["machin"] = lambda: pool_like(machin.Pool(workers, is_recursive=True), 0.1)
-    return found
+        return makers
+    makers["machin"] = lambda: pool_like(machin.Pool(workers, is_recursive=True), 0.1)
+    return makers
 
 
 # The first round does not count.
@@ -194,8 +194,8 @@ def compare_tensors(options: argparse.Namespace, report: Report) -> None:
             for size, count in SIZES.items():
                 runs = {name: partial(run, pool, count) for name, pool in pools.items()}
                 values = measure(runs, options.rounds)
-                what = f"tensors of {size} {title}"
-                report.add(what, "GB/s", values, PEER, higher_is_better=True)
+                subject = f"tensors of {size} {title}"
+                report.add(subject, "GB/s", values, PEER, higher_is_better=True)
 
 
 def compare_lambdas(options: argparse.Namespace, report: Report) -> None:
@@ -213,7 +213,7 @@ def compare_lambdas(options: argparse.Namespace, report: Report) -> None:
 
 
 def compare_starts(options: argparse.Namespace, report: Report) -> None:
-    first: dict[str, Callable[[], float]] = {}
+    starts: dict[str, Callable[[], float]] = {}
     ends: dict[str, list[float]] = {}
 
     def start_and_end(name: str, opener: Callable[[], Any]) -> float:
@@ -226,9 +226,9 @@ def compare_starts(options: argparse.Namespace, report: Report) -> None:
 
     for name in options.contestants:
         opener = openers(2)[name]
-        first[name] = lambda name=name, opener=opener: start_and_end(name, opener)
-    report.add("from nothing to the first result", "s", measure(first, options.rounds), PEER)
-    report.add("close and join", "s", {name: ends[name][1:] for name in first}, PEER)
+        starts[name] = lambda name=name, opener=opener: start_and_end(name, opener)
+    report.add("from nothing to the first result", "s", measure(starts, options.rounds), PEER)
+    report.add("close and join", "s", {name: ends[name][1:] for name in starts}, PEER)
 
 
 KINDS = {

@@ -40,7 +40,7 @@ def halve(tensor: torch.Tensor) -> torch.Tensor:
 
 def own_workers(min_age_s: float = 0.0) -> list[int]:
     """Return the ids of the processes that this one started, as found in /proc."""
-    found = []
+    pids = []
     now = float(Path("/proc/uptime").read_text().split()[0])
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -52,8 +52,8 @@ def own_workers(min_age_s: float = 0.0) -> list[int]:
             age_s = now - int(status[19]) / os.sysconf("SC_CLK_TCK")
             is_own = int(status[1]) == os.getpid() and b"resource_tracker" not in command
             if is_own and age_s >= min_age_s:
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def count_all() -> dict[str, int]:

@@ -76,21 +76,21 @@ class Report:
                 ours.
         """
         figures = []
-        for name, own in values.items():
+        for name, rounds in values.items():
             peer = ratio_to if isinstance(ratio_to, str) else ratio_to.get(name)
             figure: Figure = {
                 "title": title,
                 "name": name,
                 "unit": unit,
                 "better": "higher" if higher_is_better else "lower",
-                "rounds": len(own),
-                **spread(own),
+                "rounds": len(rounds),
+                **spread(rounds),
                 "ratio_to": None,
                 "note": (notes or {}).get(name, ""),
                 "summary": name.startswith(OURS) or name in summary,
             }
             if peer in values and peer != name:
-                pairs = zip(own, values[peer], strict=True)
+                pairs = zip(rounds, values[peer], strict=True)
                 ratios = [b / a if higher_is_better else a / b for a, b in pairs]
                 ratio = {f"ratio_{key}": value for key, value in spread(ratios).items()}
                 figure |= {"ratio_to": peer, **ratio}
@@ -158,8 +158,8 @@ def ratio_of(figure: Figure) -> str:
 
 def number(value: float, digits: int = 4) -> str:
     """Format a number with `digits` significant digits."""
-    places = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
-    return f"{value:,.{min(max(places, 0), 6)}f}"
+    decimals = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:,.{min(max(decimals, 0), 6)}f}"
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
@@ -168,10 +168,10 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
     from PIL import Image
 
-    figures = [one for one in results["figures"] if one["summary"] and one["ratio_to"]]
-    labels = [f"{one['benchmark']}: {one['title']}, {one['name']}" for one in figures]
-    ratios = [one["ratio_median"] for one in figures]
-    colors = ["tab:blue" if one["name"].startswith(OURS) else "silver" for one in figures]
+    figures = [figure for figure in results["figures"] if figure["summary"] and figure["ratio_to"]]
+    labels = [f"{figure['benchmark']}: {figure['title']}, {figure['name']}" for figure in figures]
+    ratios = [figure["ratio_median"] for figure in figures]
+    colors = ["tab:blue" if figure["name"].startswith(OURS) else "silver" for figure in figures]
     canvas, axes = plt.subplots(figsize=(12, 1 + 0.2 * len(figures)))
     # Bars start at 1 and extend to the left if the ratio is below 1.
     bars = axes.barh(range(len(ratios)), [ratio - 1 for ratio in ratios], left=1, color=colors)
@@ -206,11 +206,11 @@ def update(page: Path, path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     if BEGIN not in text or END not in text:
         raise ValueError(f"{page} must have the lines {BEGIN!r} and {END!r}")
-    before, rest = text.split(BEGIN)
+    before, remainder = text.split(BEGIN)
     link = Path(os.path.relpath(path, page.parent)).as_posix()
     chart = f"![Ratios of costs]({link.removesuffix('.json')}.png)"
     lines = [f"All figures: [{path.name}]({link}).", *markdown(read(path)), "", chart]
-    after = rest.split(END)[1]
+    after = remainder.split(END)[1]
     page.write_text("\n".join([before + BEGIN, *lines, END + after]), encoding="utf-8")
 
 

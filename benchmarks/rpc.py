@@ -281,8 +281,8 @@ def run_rank(rank: int, store: str, settings: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     with World(NAMES[rank], rank, len(NAMES), dist_init_method=f"file://{store}") as world:
         group = world.create_rpc_group("all", NAMES)
-        for part in settings.only:
-            PARTS[part](Timing(group, settings))
+        for name in settings.only:
+            PARTS[name](Timing(group, settings))
 
 
 def main() -> None:

@@ -70,11 +70,11 @@ def push_one(client: PushPullGradServer, model: Counter, entry: int) -> None:
     client.push(model)
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
+def until(condition: Callable[[], bool], description: str) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {WAIT_S:g} s for {what}")
+            raise TimeoutError(f"waited {WAIT_S:g} s for {description}")
         time.sleep(0.01)
 
 
@@ -134,9 +134,9 @@ def size_of(path: Path) -> int:
 
 
 def run_world(totals: Totals, clients: int, seconds: float) -> None:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = int(one.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = int(listener.getsockname()[1])
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="rpc_soak_") as name:
         folder = Path(name)

@@ -109,16 +109,16 @@ def device(name: str) -> str:
 
 def peers() -> list[tuple[str, str]]:
     """Return the installed packages of peers.txt with their versions."""
-    found = []
+    versions = []
     for line in PACKAGES.read_text(encoding="utf-8").splitlines():
         name = line.split("=")[0].strip()
         if not name or name.startswith("#"):
             continue
         try:
-            found.append((name, importlib.metadata.version(name)))
+            versions.append((name, importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def main() -> None:

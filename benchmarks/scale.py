@@ -102,18 +102,18 @@ def cost(
     clock: Callable[[], float] = time.process_time,
 ) -> float:
     """Return the minimum seconds of up to 5 calls, or fewer if they are slow."""
-    found, begun = [], clock()
-    while len(found) < 2 or (len(found) < 5 and clock() - begun < 5 * least_s):
+    durations, begun = [], clock()
+    while len(durations) < 2 or (len(durations) < 5 and clock() - begun < 5 * least_s):
         start = clock()
         call()
-        found.append(clock() - start)
-        if found[-1] > 0.5:
+        durations.append(clock() - start)
+        if durations[-1] > 0.5:
             break
-    return min(found)
+    return min(durations)
 
 
 def curves(costs: dict[str, Callable[[int], float]], at: list[int], unit: str = "s") -> list[Curve]:
-    return [Curve(name, unit, [(size, one(size)) for size in at]) for name, one in costs.items()]
+    return [Curve(name, unit, [(size, run(size)) for size in at]) for name, run in costs.items()]
 
 
 # Parameters.
@@ -165,12 +165,14 @@ def of_parameters(size: int) -> dict[str, float]:
 def by_parameters(quick: bool) -> Iterator[Curve]:
     torch.set_num_threads(1)
     at = sizes(10_000, 10**7 if quick else 10**8)
-    found: dict[str, list[tuple[int, float]]] = {}
+    by_parameter_count: dict[str, list[tuple[int, float]]] = {}
     for size in at:
         for name, seconds in of_parameters(size).items():
-            found.setdefault(name, []).append((size, seconds))
+            by_parameter_count.setdefault(name, []).append((size, seconds))
         gc.collect()
-    yield from (Curve(f"parameters: {name}", "s", points) for name, points in found.items())
+    yield from (
+        Curve(f"parameters: {name}", "s", points) for name, points in by_parameter_count.items()
+    )
 
 
 def by_tensors(quick: bool) -> Iterator[Curve]:
@@ -199,10 +201,10 @@ def by_tensors(quick: bool) -> Iterator[Curve]:
             return cost(lambda: save_checkpoint(Path(folder), state))
 
     def mismatch(size: int) -> float:
-        saved, wanted = made(4 * size, 2)[0], LoopState(SingleDevice(Renamed(size)))
+        saved, expected_state = made(4 * size, 2)[0], LoopState(SingleDevice(Renamed(size)))
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = load_checkpoint(save_checkpoint(Path(folder), saved))
-            return cost(lambda: must_raise(lambda: checkpoint.load_model(wanted.model)))
+            return cost(lambda: must_raise(lambda: checkpoint.load_model(expected_state.model)))
 
     def load(size: int) -> float:
         state, _ = made(4 * size, 2)
@@ -224,7 +226,7 @@ def by_tensors(quick: bool) -> Iterator[Curve]:
         "torch's load_state_dict alone": load_by_torch,
         "weights of another model refused": mismatch,
     }
-    yield from curves({f"tensors: {name}": one for name, one in costs.items()}, at)
+    yield from curves({f"tensors: {name}": run for name, run in costs.items()}, at)
 
 
 class Renamed(nn.Module):
@@ -387,7 +389,7 @@ def by_keys(quick: bool) -> Iterator[Curve]:
         "unknown hooks": unknown,
     }
     with tempfile.TemporaryDirectory() as folder, working_in(folder):
-        named = {f"config keys: {name}": one for name, one in costs.items()}
+        named = {f"config keys: {name}": run for name, run in costs.items()}
         yield from curves(named, sizes(10, 1_000 if quick else 10_000))
 
 
@@ -454,19 +456,19 @@ def on_rank(parameters: int, folder: str) -> dict[str, float]:
         "update": lambda: model.train_step(batch, optim),
         "save": lambda: save_checkpoint(Path(folder), LoopState(model, optim)),
     }
-    found: dict[str, float] = dict.fromkeys(calls, math.inf)
+    best: dict[str, float] = dict.fromkeys(calls, math.inf)
     for _ in range(10):
         for name, call in calls.items():
             dist.barrier()
             start = time.perf_counter()
             call()
             dist.barrier()
-            found[name] = min(found[name], time.perf_counter() - start)
-    return found
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
 
 
 def by_ranks(quick: bool) -> Iterator[Curve]:
-    found: dict[str, list[tuple[int, float]]] = {}
+    by_rank_count: dict[str, list[tuple[int, float]]] = {}
     for ranks in (1, 2) if quick else (1, 2, 4):
         with tempfile.TemporaryDirectory() as folder:
             if ranks == 1:
@@ -476,8 +478,8 @@ def by_ranks(quick: bool) -> Iterator[Curve]:
             else:
                 costs = launch(on_rank, (1_000_000, folder), nproc=ranks, backend="gloo")[0]
         for name, seconds in costs.items():
-            found.setdefault(name, []).append((ranks, seconds))
-    yield from (Curve(f"ranks: {name}", "s", points) for name, points in found.items())
+            by_rank_count.setdefault(name, []).append((ranks, seconds))
+    yield from (Curve(f"ranks: {name}", "s", points) for name, points in by_rank_count.items())
 
 
 # A world of which only rank 0 exists.
@@ -598,14 +600,14 @@ def report_curve(curve: Curve, report: Report) -> None:
     report.add(curve.name, curve.unit, points, {}, notes=notes)
 
 
-def plot(found: list[Curve], path: str) -> None:
+def plot(measured: list[Curve], path: str) -> None:
     from matplotlib.figure import Figure
 
-    kinds = list(dict.fromkeys(curve.name.partition(":")[0] for curve in found))
+    kinds = list(dict.fromkeys(curve.name.partition(":")[0] for curve in measured))
     figure = Figure(figsize=(14, 4.5 * math.ceil(len(kinds) / 2)), layout="constrained")
     for at, kind in enumerate(kinds, 1):
         axes = figure.add_subplot(math.ceil(len(kinds) / 2), 2, at)
-        for curve in found:
+        for curve in measured:
             group, _, name = curve.name.partition(": ")
             if group == kind:
                 label = f"{name} ({curve.unit}): {curve.slope:.2f}"
@@ -626,12 +628,12 @@ def main() -> None:
         kind, *world_sizes = options.fake_worlds
         in_fake_worlds(kind, [*map(int, world_sizes)])
         return
-    found, report = list[Curve](), Report(options.json)
+    measured, report = list[Curve](), Report(options.json)
     for curve in measured(options.quick, options.only):
         report_curve(curve, report)
-        found.append(curve)
+        measured.append(curve)
     if options.plot:
-        plot(found, options.plot)
+        plot(measured, options.plot)
 
 
 if __name__ == "__main__":

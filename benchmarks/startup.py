@@ -152,7 +152,10 @@ def measure(rounds: int) -> dict[str, list[Marks]]:
     """Return the marks of every contestant by round."""
     with tempfile.TemporaryDirectory() as name:
         programs = contestants(Path(name))
-        runs = {who: partial(start_once, one, Path(name)) for who, one in programs.items()}
+        runs = {
+            contestant: partial(start_once, program, Path(name))
+            for contestant, program in programs.items()
+        }
         # The first round writes the byte code.
         return in_turns(runs, rounds, warm_up=1)
 
@@ -164,11 +167,11 @@ def main() -> None:
     report, runs = Report(options.json), measure(options.rounds)
     peers = {"stepwrap": "plain + torchmetrics", "stepwrap, no metrics": "plain"}
     for title, at in (("processor time", 0), ("clock", 1)):
-        values = {name: [marks[-1][at] for marks in some] for name, some in runs.items()}
+        values = {name: [marks[-1][at] for marks in rounds] for name, rounds in runs.items()}
         report.add(f"from process start to the first update, {title}", "s", values, peers)
     spent: dict[str, dict[str, list[float]]] = {phase: {} for phase in PHASES}
-    for name, some in runs.items():
-        for marks in some:
+    for name, rounds in runs.items():
+        for marks in rounds:
             ends = [0.0, *(cpu for cpu, _ in marks)]
             for phase, start, end in zip(PHASES, ends, ends[1:], strict=False):
                 spent[phase].setdefault(name, []).append(max(end - start, 1e-6))

@@ -383,7 +383,7 @@ def jitted_step(net: nn.Sequential) -> tuple[list[Any], Callable[..., Any]]:
         loss, gradients = jax.value_and_grad(loss_of)(weights, inputs, target)
         return [w - 0.01 * g for w, g in zip(weights, gradients, strict=True)], loss
 
-    return [jnp.array(one.detach().numpy()) for one in net.parameters()], step
+    return [jnp.array(param.detach().numpy()) for param in net.parameters()], step
 
 
 @contestant("JAX, jitted step", "no log", needs=("jax",))
@@ -434,15 +434,15 @@ def main() -> None:
     device = torch.device(options.device)
     batches = ClockedBatches(options.steps, device)
     with quiet():
-        made = {name: one.make(batches, device) for name, one in CONTESTANTS.items()}
-    runs = {name: partial(measure, run, batches) for name, run in made.items()}
+        steps = {name: contestant.make(batches, device) for name, contestant in CONTESTANTS.items()}
+    runs = {name: partial(measure, run, batches) for name, run in steps.items()}
     times = in_turns(runs, options.rounds, warm_up=1)
     Report(options.json).add(
         "a training step",
         "us",
         times,
         "hand-written loop",
-        notes={name: one.does for name, one in CONTESTANTS.items()},
+        notes={name: contestant.does for name, contestant in CONTESTANTS.items()},
         summary=set(times),
     )
 

@@ -48,8 +48,8 @@ class SumOverRanks(torch.autograd.Function):
         return total
 
 
-def sum_of_copies(parts: list[Tensor]) -> list[Tensor]:
-    return [torch.stack(parts).sum(0)] * len(parts)
+def sum_of_copies(copies: list[Tensor]) -> list[Tensor]:
+    return [torch.stack(copies).sum(0)] * len(copies)
 
 
 class TwoSums(nn.BatchNorm2d):
@@ -107,15 +107,15 @@ def make_step(model: nn.Module, shape: tuple[int, ...], device: str) -> Contesta
     return step
 
 
-def make_contestants(what: str, arguments: Any, *, replicas: bool) -> dict[str, Contestant]:
+def make_contestants(subject: str, arguments: Any, *, replicas: bool) -> dict[str, Contestant]:
     device = arguments.device
     on_one_rank = device == "cuda" and not replicas
     size = arguments.batch if replicas or on_one_rank else arguments.batch // COPIES
-    shape = (size, CHANNELS if what == "layer" else 3, 32, 32)
+    shape = (size, CHANNELS if subject == "layer" else 3, 32, 32)
 
     def make(norm: type[nn.Module]) -> nn.Module:
         torch.manual_seed(0)
-        return (norm(CHANNELS) if what == "layer" else make_cnn(norm)).to(device)
+        return (norm(CHANNELS) if subject == "layer" else make_cnn(norm)).to(device)
 
     models = {
         "not synchronised": make(nn.BatchNorm2d),
@@ -151,10 +151,10 @@ def measure(contestants: Mapping[str, Contestant], rounds: int) -> dict[str, lis
 
 def run_rank(rank: int, store: str, ranks: int, arguments: argparse.Namespace) -> None:
     with process_group(rank, ranks, store, "nccl" if arguments.device == "cuda" else "gloo"):
-        for what in ("CNN", "layer"):
-            times = measure(make_contestants(what, arguments, replicas=False), arguments.rounds)
+        for subject in ("CNN", "layer"):
+            times = measure(make_contestants(subject, arguments, replicas=False), arguments.rounds)
             if rank == 0:
-                title = f"{what}, {ranks} rank{'s' if ranks > 1 else ''}"
+                title = f"{subject}, {ranks} rank{'s' if ranks > 1 else ''}"
                 Report(arguments.json).add(title, "ms", times, "not synchronised", summary=PEERS)
 
 
@@ -165,9 +165,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     arguments = parse_options(parser, {"rounds": 5})
     torch.set_num_threads(1)
-    for what in ("CNN", "layer"):
-        times = measure(make_contestants(what, arguments, replicas=True), arguments.rounds)
-        title = f"{what}, {COPIES} replicas on {arguments.device}"
+    for subject in ("CNN", "layer"):
+        times = measure(make_contestants(subject, arguments, replicas=True), arguments.rounds)
+        title = f"{subject}, {COPIES} replicas on {arguments.device}"
         Report(arguments.json).add(title, "ms", times, "not synchronised", summary=PEERS)
     ranks = 1 if arguments.device == "cuda" else COPIES
     spawn(run_rank, ranks, ranks, arguments)

@@ -124,18 +124,18 @@ def replica_of(module: nn.Module, index: int) -> nn.Module:
     return replica
 
 
-def make_ddp(who: str, size: str, device: torch.device) -> Step:
+def make_ddp(contestant: str, size: str, device: torch.device) -> Step:
     net, batch = make_net(size, device), make_batch(size, device)
-    if who == "stepwrap":
+    if contestant == "stepwrap":
         return by_wrapper(StepDistributedDataParallel(supervised(net)), batch)
     return by_hand(
         DistributedDataParallel(net, device_ids=[device] if device.type == "cuda" else None), batch
     )
 
 
-def make_fsdp(who: str, size: str, device: torch.device) -> Step:
+def make_fsdp(contestant: str, size: str, device: torch.device) -> Step:
     net, batch = make_net(size, device), make_batch(size, device)
-    if who == "stepwrap":
+    if contestant == "stepwrap":
         return by_wrapper(StepFullyShardedDataParallel(supervised(net), shard=["Block"]), batch)
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     for block in net.children():
@@ -145,11 +145,11 @@ def make_fsdp(who: str, size: str, device: torch.device) -> Step:
     return by_hand(net, batch)
 
 
-def make_dp(who: str, size: str, device: torch.device) -> Step:
+def make_dp(contestant: str, size: str, device: torch.device) -> Step:
     net, batch = make_net(size, device), make_batch(size, device)
-    if who == "stepwrap":
+    if contestant == "stepwrap":
         return by_wrapper(StepDataParallel(supervised(net), [device, device]), batch)
-    return by_hand(DataParallel(net) if who == "torch" else ReplicasByHand(net), batch)
+    return by_hand(DataParallel(net) if contestant == "torch" else ReplicasByHand(net), batch)
 
 
 MAKERS: dict[str, Callable[[str, str, torch.device], Step]] = {
@@ -210,7 +210,10 @@ def repeats(step: Step, seconds: float, device: torch.device) -> int:
 def run_speed(rank: int, store: str, settings: argparse.Namespace, kind: str) -> None:
     with device_of_rank(rank, settings, kind, store) as device:
         for size in settings.sizes:
-            steps = {who: MAKERS[kind](who, size, device) for who in contestants(kind)}
+            steps = {
+                contestant: MAKERS[kind](contestant, size, device)
+                for contestant in contestants(kind)
+            }
             times = measure(steps, settings, device)
             if rank == 0:
                 report = Report(settings.json)
@@ -219,7 +222,7 @@ def run_speed(rank: int, store: str, settings: argparse.Namespace, kind: str) ->
 
 
 def run_memory(
-    rank: int, settings: argparse.Namespace, kind: str, who: str, size: str, folder: str
+    rank: int, settings: argparse.Namespace, kind: str, contestant: str, size: str, folder: str
 ) -> None:
     with device_of_rank(rank, settings, kind, str(Path(folder, "store"))) as device:
         # Exclude the memory that the libraries allocate on their first use.
@@ -228,7 +231,7 @@ def run_memory(
         del tiny
         gc.collect()
         before = reset_peak(device)
-        step = MAKERS[kind](who, size, device)
+        step = MAKERS[kind](contestant, size, device)
         for _ in range(5):
             step()
         finish(device)
@@ -250,8 +253,8 @@ def peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     lines = Path("/proc/self/status").read_text().splitlines()
-    found = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
-    return int(found[0]) * 1024 if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peaks = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+    return int(peaks[0]) * 1024 if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 @contextmanager
@@ -270,11 +273,11 @@ def device_of_rank(
         yield device
 
 
-def memory_of(settings: argparse.Namespace, kind: str, who: str, size: str) -> float:
+def memory_of(settings: argparse.Namespace, kind: str, contestant: str, size: str) -> float:
     """Return the largest growth of memory of a rank, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = 1 if kind == "dp" else settings.ranks
-        mp.spawn(run_memory, (settings, kind, who, size, folder), nprocs=ranks)
+        mp.spawn(run_memory, (settings, kind, contestant, size, folder), nprocs=ranks)
         return max(float(Path(folder, str(rank)).read_text()) for rank in range(ranks))
 
 
@@ -288,8 +291,8 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--parts", nargs="*", default=["speed", "memory"])
     parser.add_argument("--processes", type=int, default=3, help="processes to measure memory")
-    sizes, parts = ["10^4", "10^6"], ["speed"]
-    quick = {"rounds": 3, "seconds": 0.1, "sizes": sizes, "parts": parts}
+    sizes, benchmarks = ["10^4", "10^6"], ["speed"]
+    quick = {"rounds": 3, "seconds": 0.1, "sizes": sizes, "parts": benchmarks}
     settings = parse_options(parser, quick)
     if settings.ranks is None:
         settings.ranks = torch.cuda.device_count() if settings.device.startswith("cuda") else 2
@@ -303,10 +306,10 @@ def compare_memory(settings: argparse.Namespace) -> None:
     report = Report(settings.json)
     for kind in settings.only:
         for size in settings.sizes:
-            runs: dict[str, list[float]] = {who: [] for who in contestants(kind)}
+            runs: dict[str, list[float]] = {contestant: [] for contestant in contestants(kind)}
             for _ in range(settings.processes):
-                for who, values in runs.items():
-                    values.append(max(memory_of(settings, kind, who, size), 1.0) / MB)
+                for contestant, values in runs.items():
+                    values.append(max(memory_of(settings, kind, contestant, size), 1.0) / MB)
             report.add(f"{kind}, {size} parameters: memory of a rank", "MB", runs, "by hand")
 
 

@@ -106,9 +106,9 @@ def broadcast_object_list(data: list[Any], src: int = 0, group: Group = None) ->
         check()
         return
     with calling("broadcast_object_list", group, has_headers=True):
-        asked = results_of_all(check, group, "broadcast_object_list() ")
-        if len(set(asked)) > 1:
-            by_rank = dict(zip(members(group), asked, strict=True))
+        requests = results_of_all(check, group, "broadcast_object_list() ")
+        if len(set(requests)) > 1:
+            by_rank = dict(zip(members(group), requests, strict=True))
             raise ValueError(f"all ranks must pass one src and equally many objects, got {by_rank}")
         data[:] = objects.broadcast(data, src, group)
 
@@ -168,9 +168,9 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
     # Every rank must create the groups of all hosts, because torch names groups by counting calls.
     with calling("init_local_group"):
         for start in range(0, len(everyone), num_gpus_per_node):
-            own = everyone[start : start + num_gpus_per_node]
-            group = distributed.new_group(own)
-            if distributed.get_rank() in own:
+            local_ranks = everyone[start : start + num_gpus_per_node]
+            group = distributed.new_group(local_ranks)
+            if distributed.get_rank() in local_ranks:
                 _local[world] = weakref.ref(group)
 
 
@@ -229,11 +229,11 @@ def _live_local_group() -> distributed.ProcessGroup | None:
     return None if local is None else local()
 
 
-def _check_places(places: list[tuple[int, int]]) -> None:
-    size = places[0][1]
+def _check_places(positions: list[tuple[int, int]]) -> None:
+    size = positions[0][1]
     if size < 1:
         raise ValueError(f"num_gpus_per_node must be positive, got {size} on rank 0")
-    for rank, (node, own_size) in enumerate(places):
+    for rank, (node, own_size) in enumerate(positions):
         if own_size != size:
             raise ValueError(
                 "num_gpus_per_node must be the same number on all ranks, "
@@ -311,10 +311,10 @@ def _move(data: Any, device: torch.device) -> Any:
         return data.to(device)
     children = [_move(child, device) for child in _children(data)]
     if isinstance(data, Mapping):
-        items = dict(zip(data, children, strict=True))
+        entries = dict(zip(data, children, strict=True))
         if isinstance(data, defaultdict):
-            return type(data)(data.default_factory, items)
-        return type(data)(items)  # type: ignore[call-arg]
+            return type(data)(data.default_factory, entries)
+        return type(data)(entries)  # type: ignore[call-arg]
     # The constructor of a namedtuple takes its fields as separate arguments.
     return type(data)(*children) if hasattr(data, "_fields") else type(data)(children)
 

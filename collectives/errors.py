@@ -26,7 +26,9 @@ class CollectiveError(RuntimeError):
 _FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _ROOT = Path(__file__).absolute().parents[1]
 _OURS = tuple(
-    f"{one.parent}{os.sep}" for one in _ROOT.glob("*/py.typed") if one.parent.name != "configs"
+    f"{marker.parent}{os.sep}"
+    for marker in _ROOT.glob("*/py.typed")
+    if marker.parent.name != "configs"
 )
 # Frames of `contextlib` lie between a `with` statement and this package's context manager.
 _NOT_CALLERS = _FOLDER, contextlib.__file__
@@ -129,26 +131,26 @@ def user_site(innermost: FrameType | None = None) -> str:
 
 
 def describe_places(
-    places: Iterable[Place], elsewhere: Mapping[int, str] | None = None, *, compare: bool = True
+    positions: Iterable[Place], elsewhere: Mapping[int, str] | None = None, *, compare: bool = True
 ) -> str:
     """Return one sentence that says where each rank is and how the ranks' arguments differ."""
-    places = sorted(places, key=lambda place: place.rank)
-    has_details = len({p.call for p in places}) == 1 and len({p.detail for p in places}) > 1
+    positions = sorted(positions, key=lambda position: position.rank)
+    has_details = len({p.call for p in positions}) == 1 and len({p.detail for p in positions}) > 1
     by_call: dict[tuple[str, str], list[Place]] = {}
-    for place in places:
-        name = f"{place.call} {place.detail}" if has_details else place.call
-        by_call.setdefault((name, place.site), []).append(place)
+    for position in positions:
+        name = f"{position.call} {position.detail}" if has_details else position.call
+        by_call.setdefault((name, position.site), []).append(position)
     # Smallest group first: it most likely has the mistake.
-    groups = sorted(by_call.items(), key=lambda item: len(item[1]))
-    parts = []
+    groups = sorted(by_call.items(), key=lambda call_group: len(call_group[1]))
+    phrases = []
     for index, ((call, site), group) in enumerate(groups):
-        one, many = ("waits", "wait") if index == len(groups) - 1 else ("is", "are")
-        verb = one if len(group) == 1 else many
-        parts.append(f"{name_ranks(p.rank for p in group)} {verb} in {call} ({site})")
+        singular, plural = ("waits", "wait") if index == len(groups) - 1 else ("is", "are")
+        verb = singular if len(group) == 1 else plural
+        phrases.append(f"{name_ranks(p.rank for p in group)} {verb} in {call} ({site})")
     for text, ranks in ranks_by_text(elsewhere or {}).items():
-        parts.append(f"{name_ranks(ranks)} {text}")
-    sentence = ", ".join(parts)
-    difference = _difference(places) if compare else ""
+        phrases.append(f"{name_ranks(ranks)} {text}")
+    sentence = ", ".join(phrases)
+    difference = _difference(positions) if compare else ""
     return f"{sentence}; {difference}" if difference else sentence
 
 
@@ -183,18 +185,24 @@ def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
 
 def differences(entries: Mapping[int, Mapping[Any, str]]) -> str:
     """Describe the keys whose texts differ between ranks, and the keys that some ranks lack."""
-    parts: list[str] = []
+    phrases: list[str] = []
     missing: dict[str, list[str]] = {}
-    for key in dict.fromkeys(key for own in entries.values() for key in own):
-        lacking = [rank for rank, own in entries.items() if key not in own]
+    for key in dict.fromkeys(key for rank_entries in entries.values() for key in rank_entries):
+        lacking = [rank for rank, rank_entries in entries.items() if key not in rank_entries]
         if lacking:
             missing.setdefault(name_ranks(lacking), []).append(str(key))
-        by_text = ranks_by_text({rank: own[key] for rank, own in entries.items() if key in own})
+        by_text = ranks_by_text(
+            {
+                rank: rank_entries[key]
+                for rank, rank_entries in entries.items()
+                if key in rank_entries
+            }
+        )
         if len(by_text) > 1:
             where = (f"{text} on {name_ranks(ranks)}" for text, ranks in by_text.items())
-            parts.append(f"{key!r} is {' and '.join(where)}")
-    parts += [f"keys missing on {where}: {shorten(keys)}" for where, keys in missing.items()]
-    return shorten(parts, "; ")
+            phrases.append(f"{key!r} is {' and '.join(where)}")
+    phrases += [f"keys missing on {where}: {shorten(keys)}" for where, keys in missing.items()]
+    return shorten(phrases, "; ")
 
 
 def shorten(texts: Sequence[str], separator: str = ", ") -> str:
@@ -203,14 +211,16 @@ def shorten(texts: Sequence[str], separator: str = ", ") -> str:
     return separator.join([*texts[:_SHOWN], *([f"and {more} more"] if more > 0 else [])])
 
 
-def _difference(places: Sequence[Place]) -> str:
-    keys = {p.rank: dict.fromkeys(p.structure, "") for p in places if isinstance(p.structure, list)}
-    parts = [differences(keys)]
-    texts = {p.rank: p.structure for p in places if p.structure and isinstance(p.structure, str)}
+def _difference(positions: Sequence[Place]) -> str:
+    keys = {
+        p.rank: dict.fromkeys(p.structure, "") for p in positions if isinstance(p.structure, list)
+    }
+    phrases = [differences(keys)]
+    texts = {p.rank: p.structure for p in positions if p.structure and isinstance(p.structure, str)}
     by_text = ranks_by_text(texts)
     if len(by_text) > 1:
-        parts += [f"{name_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
-    return "; ".join(filter(None, parts))
+        phrases += [f"{name_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
+    return "; ".join(filter(None, phrases))
 
 
 def _is_the_users(path: str) -> bool:

@@ -36,74 +36,84 @@ def run_bisect(options: Options) -> int:
         raise mistake(f"{_NAME}: must be run without torchrun or srun; it starts its ranks itself")
     try:
         ledgers = a, b = read_ledger(folders[0]), read_ledger(folders[1])
-        found = first_difference(a, b)
+        difference = first_difference(a, b)
     except LedgerError as error:
         raise mistake(f"{_NAME}: {error}") from error
-    if found is None:
+    if difference is None:
         common = sorted({*a.steps} & {*b.steps})
         print(
             f"no difference in the {len(common)} steps that both ledgers have, from {common[0]} "
             f"to {common[-1]}"
         )
         return 0
-    agreed = "" if found.agreed < 0 else f"agree up to step {found.agreed} and "
-    print(f"the ledgers {agreed}differ at {found}")
-    if not options.no_rerun and _is_vague(found, ledgers):
+    agreed = "" if difference.agreed < 0 else f"agree up to step {difference.agreed} and "
+    print(f"the ledgers {agreed}differ at {difference}")
+    if not options.no_rerun and _is_vague(difference, ledgers):
         with raising_stops(), tempfile.TemporaryDirectory(prefix="stepwrap_bisect_") as scratch:
-            found = _narrow(found, folders, ledgers, Path(scratch))
-    print(f"the runs first differ at {found}")
+            difference = _narrow(difference, folders, ledgers, Path(scratch))
+    print(f"the runs first differ at {difference}")
     return DIFFERENT
 
 
-def _is_vague(found: Difference, ledgers: Sequence[Ledger]) -> bool:
+def _is_vague(difference: Difference, ledgers: Sequence[Ledger]) -> bool:
     """Return whether training again can narrow the difference down.
 
     It can if steps just before the difference have no entries. It also can if a ledger is not full
     at the step that differs, and full ledgers have more items in the stage that differs.
     """
-    if found.agreed != found.step - 1:
+    if difference.agreed != difference.step - 1:
         return True
-    return found.stage in _BY_PARTS and not all(one.is_full(found.step) for one in ledgers)
+    return difference.stage in _BY_PARTS and not all(
+        ledger.is_full(difference.step) for ledger in ledgers
+    )
 
 
 def _narrow(
-    found: Difference, folders: list[Path], ledgers: Sequence[Ledger], scratch: Path
+    difference: Difference, folders: list[Path], ledgers: Sequence[Ledger], scratch: Path
 ) -> Difference:
     """Repeat both runs with full ledgers, and return their first difference.
 
-    Returns ``found`` if the repetitions do not differ, or if a run cannot be repeated exactly.
+    Returns ``difference`` if the repetitions do not differ, or if a run cannot be repeated exactly.
     """
     full = []
     for number, (folder, ledger) in enumerate(zip(folders, ledgers, strict=True)):
-        repeated = _repeat(folder, found, ledger.world_size(found.step), scratch / str(number))
-        if found.step not in repeated.steps:
-            print(f"{folder} could not be repeated: the repetition ended before step {found.step}")
-            return found
+        repeated = _repeat(
+            folder, difference, ledger.world_size(difference.step), scratch / str(number)
+        )
+        if difference.step not in repeated.steps:
+            print(
+                f"{folder} could not be repeated: the repetition ended before "
+                f"step {difference.step}"
+            )
+            return difference
         try:
             other = first_difference(ledger, repeated)
         except LedgerError as error:
             print(f"{folder} could not be repeated: {error}")
-            return found
+            return difference
         if other is not None:
             print(
                 f"{folder} is not repeatable: the ledger of the repetition differs from the "
                 f"recorded one at {other}. Code, data or machine have changed since, or the run is "
                 "not deterministic (set deterministic: true)"
             )
-            return found
+            return difference
         full.append(repeated)
     narrowed = first_difference(full[0], full[1])
     if narrowed is None:
         print("the repetitions do not differ")
-    return narrowed or found
+    return narrowed or difference
 
 
-def _repeat(folder: Path, found: Difference, nproc: int, run_dir: Path) -> Ledger:
+def _repeat(folder: Path, difference: Difference, nproc: int, run_dir: Path) -> Ledger:
     """Train up to the difference from the nearest checkpoint before it; return the full ledger."""
     saved = [(meta["step"], path) for path, meta in list_checkpoints(folder / "checkpoints")]
-    step, start = max((one for one in saved if one[0] <= found.agreed), default=(0, None))
+    step, start = max(
+        (checkpoint for checkpoint in saved if checkpoint[0] <= difference.agreed),
+        default=(0, None),
+    )
     source = start or "the beginning"
-    print(f"repeating steps {step + 1} to {found.step} of {folder} from {source}", flush=True)
+    print(f"repeating steps {step + 1} to {difference.step} of {folder} from {source}", flush=True)
     settings = folder / "config.yaml"
     if not settings.is_file():
         raise mistake(
@@ -114,7 +124,7 @@ def _repeat(folder: Path, found: Difference, nproc: int, run_dir: Path) -> Ledge
         f"run_dir={json.dumps(str(run_dir))}",
         f"launch.nproc={nproc}",
         "ledger=false",
-        f"hooks.ledger={{{_FULL}, until: {found.step}}}",
+        f"hooks.ledger={{{_FULL}, until: {difference.step}}}",
         *(f"hooks.{name}=false" for name in _OFF),
     ]
     config = load_config(settings, overrides)

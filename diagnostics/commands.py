@@ -30,10 +30,10 @@ class _ReplayCommand(Command):
         folder, *overrides = options.words
         settings = Path(folder) / "config.yaml"
         if not settings.is_file():
-            what = f"{folder} is not the folder of a run: it has no config.yaml"
-            raise mistake(f"stepwrap replay: {what}")
-        own = [f"run_dir={json.dumps(folder)}", "hooks.progress=false"]
-        return str(settings), [*own, *overrides]
+            problem = f"{folder} is not the folder of a run: it has no config.yaml"
+            raise mistake(f"stepwrap replay: {problem}")
+        defaults = [f"run_dir={json.dumps(folder)}", "hooks.progress=false"]
+        return str(settings), [*defaults, *overrides]
 
 
 replay = _ReplayCommand(

@@ -34,35 +34,35 @@ def hash_tensors(tensors: Iterable[Tensor]) -> int | Tensor:
     computes a 0-d int64 tensor, and the host does not wait. On the CPU, SHA-1 is faster, and the
     hash is an int.
     """
-    parts = [_bytes_of(tensor) for tensor in tensors]
-    if parts and parts[0].device.type != "cpu":
-        return hash_words(parts)
+    vectors = [_bytes_of(tensor) for tensor in tensors]
+    if vectors and vectors[0].device.type != "cpu":
+        return hash_words(vectors)
     digest = hashlib.sha1(usedforsecurity=False)
-    for part in parts:
-        content: Any = part.cpu().numpy()
+    for vector in vectors:
+        content: Any = vector.cpu().numpy()
         digest.update(content)
     return _number(digest.digest())
 
 
-def hash_words(parts: Sequence[Tensor]) -> Tensor:
+def hash_words(vectors: Sequence[Tensor]) -> Tensor:
     """Return a hash of uint8 vectors, by integer arithmetic on the device of the first.
 
     Each word of 8 bytes is mixed with its position by an invertible function, and the results are
     added. A change in a single word is always detected, any other with probability 1 - 2**-64.
     """
-    device = parts[0].device
+    device = vectors[0].device
     sums: list[Tensor] = []
-    pieces: list[Tensor] = []
+    block: list[Tensor] = []
     size = 0
-    for piece in (one for part in parts for one in torch.split(part, _BLOCK)):
-        pieces.append(piece.to(device))
-        size += len(piece)
+    for chunk in (chunk for vector in vectors for chunk in torch.split(vector, _BLOCK)):
+        block.append(chunk.to(device))
+        size += len(chunk)
         if size >= _BLOCK:
-            sums.append(_sum_of_words(pieces, size))
-            pieces, size = [], 0
-    sums.append(_sum_of_words(pieces or [parts[0][:0]], size))
+            sums.append(_sum_of_words(block, size))
+            block, size = [], 0
+    sums.append(_sum_of_words(block or [vectors[0][:0]], size))
     # Add the length, since the last word is padded with zeros.
-    return _mixed(torch.stack(sums)).sum() + sum(map(len, parts))
+    return _mixed(torch.stack(sums)).sum() + sum(map(len, vectors))
 
 
 def bits_of(value: Tensor | float) -> int | Tensor:
@@ -84,8 +84,8 @@ def hash_streams(device: torch.device) -> Iterator[tuple[str, int]]:
     yield "python", hash_bytes(_WORDS.pack(*words) + repr(gauss).encode())
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        _, keys, *rest = numpy.random.get_state()
-        yield "numpy", hash_bytes(keys.tobytes() + repr(rest).encode())
+        _, keys, *numpy_state = numpy.random.get_state()
+        yield "numpy", hash_bytes(keys.tobytes() + repr(numpy_state).encode())
     yield "torch", hash_bytes(torch.get_rng_state().numpy().tobytes())
     if device.type == "cuda":
         yield "cuda", hash_bytes(torch.cuda.get_rng_state(device).numpy().tobytes())
@@ -96,18 +96,18 @@ def _number(digest: bytes) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    part = local_part(tensor).detach()
-    if part.layout is not torch.strided:
-        part = part.to_sparse(layout=torch.sparse_coo).coalesce()
-        return torch.cat([_bytes_of(part.indices()), _bytes_of(part.values())])
-    if part.is_complex():
-        part = torch.view_as_real(part.resolve_conj())
-    return part.resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    values = local_part(tensor).detach()
+    if values.layout is not torch.strided:
+        values = values.to_sparse(layout=torch.sparse_coo).coalesce()
+        return torch.cat([_bytes_of(values.indices()), _bytes_of(values.values())])
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    return values.resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _sum_of_words(pieces: list[Tensor], size: int) -> Tensor:
+def _sum_of_words(block: list[Tensor], size: int) -> Tensor:
     # A new tensor, since `_mixed` works in place.
-    words = torch.cat([*pieces, pieces[0].new_zeros(-size % 8)]).view(torch.int64)
+    words = torch.cat([*block, block[0].new_zeros(-size % 8)]).view(torch.int64)
     return _mixed(words).sum()
 
 

@@ -78,20 +78,20 @@ class LedgerWriter:
 
         The factor doubles each time that half of the remaining size has been used.
         """
-        left = max(1, self._max_bytes - self._size)
-        return 1 << (self._max_bytes // left).bit_length() - 1
+        available = max(1, self._max_bytes - self._size)
+        return 1 << (self._max_bytes // available).bit_length() - 1
 
     def write(self, step: int, entry: Mapping[Item, int]) -> None:
         """Append the entry of a step, unless the file would become too large."""
-        items = tuple(entry)
-        layout = self._layouts.get(items, len(self._layouts))
+        layout_items = tuple(entry)
+        layout = self._layouts.get(layout_items, len(self._layouts))
         data = b""
         if layout == len(self._layouts):
-            data = _record(_LAYOUT, json.dumps(items).encode())
-        hashes = struct.pack(f"<{len(items)}q", *entry.values())
+            data = _record(_LAYOUT, json.dumps(layout_items).encode())
+        hashes = struct.pack(f"<{len(layout_items)}q", *entry.values())
         data += _record(_ENTRY, _ENTRY_FIELDS.pack(layout, step) + hashes)
         if self._append(data):
-            self._layouts[items] = layout
+            self._layouts[layout_items] = layout
 
     def close(self) -> None:
         """Close the file."""
@@ -127,11 +127,11 @@ class _RankFile:
             at = self._data.find(_MAGIC, self._read_session(path, at + len(_MAGIC)))
 
     def entry(self, step: int) -> Entry:
-        found: Entry = {}
-        for items, at in self.entries[step]:
-            hashes = struct.unpack_from(f"<{len(items)}q", self._data, at)
-            found.update(zip(items, hashes, strict=True))
-        return found
+        hashes_by_item: Entry = {}
+        for layout_items, at in self.entries[step]:
+            hashes = struct.unpack_from(f"<{len(layout_items)}q", self._data, at)
+            hashes_by_item.update(zip(layout_items, hashes, strict=True))
+        return hashes_by_item
 
     def _read_session(self, path: Path, at: int) -> int:
         world_size, full = 0, 0
@@ -144,11 +144,11 @@ class _RankFile:
                     raise LedgerError(text)
                 self.entries = {k: v for k, v in self.entries.items() if k <= step}
             elif kind == _LAYOUT:
-                layouts.append(tuple(Item(*one) for one in json.loads(self._data[start:end])))
+                layouts.append(tuple(Item(*fields) for fields in json.loads(self._data[start:end])))
             else:
                 layout, step = _ENTRY_FIELDS.unpack_from(self._data, start)
-                place = (layouts[layout], start + _ENTRY_FIELDS.size)
-                self.entries.setdefault(step, []).append(place)
+                position = (layouts[layout], start + _ENTRY_FIELDS.size)
+                self.entries.setdefault(step, []).append(position)
                 self.world_sizes[step], self.full[step] = world_size, bool(full)
             at = end + _CHECK.size
         return at
@@ -213,11 +213,11 @@ def read_ledger(path: Path | str) -> Ledger:
     folder = Path(path)
     if (folder / "ledger").is_dir():
         folder /= "ledger"
-    found = {int(file.stem[5:]): file for file in folder.glob("rank_*.bin")}
-    if 0 not in found:
+    files = {int(file.stem[5:]): file for file in folder.glob("rank_*.bin")}
+    if 0 not in files:
         hint = "train with `ledger: {every_steps: 10}`" if folder.is_dir() else "no such folder"
         raise LedgerError(f"{path} has no ledger: {hint}")
-    return Ledger(folder, {rank: _RankFile(file) for rank, file in found.items()})
+    return Ledger(folder, {rank: _RankFile(file) for rank, file in files.items()})
 
 
 @dataclass(frozen=True)
@@ -266,13 +266,13 @@ def first_difference(a: Ledger, b: Ledger, after: int = -1) -> Difference | None
                 "entries can be compared only if both runs have the same number of ranks, but at "
                 f"step {step} {a.folder} has {sizes[0]} and {b.folder} has {sizes[1]}"
             )
-        found: list[tuple[int, int, Item]] = []
+        differences: list[tuple[int, int, Item]] = []
         for rank in range(sizes[0]):
-            own, other = a.entry(step, rank), b.entry(step, rank)
-            order = enumerate(own)
-            found += [(n, rank, i) for n, i in order if i in other and own[i] != other[i]]
-        if found:
-            _, rank, item = min(found)
-            return Difference(step, rank, item.stage, item.name, agreed)
+            entry, other = a.entry(step, rank), b.entry(step, rank)
+            order = enumerate(entry)
+            differences += [(n, rank, i) for n, i in order if i in other and entry[i] != other[i]]
+        if differences:
+            _, rank, entry_item = min(differences)
+            return Difference(step, rank, entry_item.stage, entry_item.name, agreed)
         agreed = step
     return None

@@ -97,8 +97,12 @@ class LedgerHook(Hook):
         if self._full and not any(map(_is_compiled, state.model.modules())):
             self._watch_outputs(model)
         self._hash_weights(state)
-        groups = (some for name, _, one in optimizers_of(state) for _, some in _groups(name, one))
-        trained = {id(p) for some in groups for p in some}
+        groups = (
+            group_params
+            for name, _, optim in optimizers_of(state)
+            for _, group_params in _groups(name, optim)
+        )
+        trained = {id(p) for group_params in groups for p in group_params}
         frozen = [p for p in model.parameters() if id(p) not in trained]
         self._add_group("update", "parameters in no optimizer", self._named(frozen))
         self._write(state.step)
@@ -117,8 +121,8 @@ class LedgerHook(Hook):
             self._add("data", "sample ids", hash_bytes(repr(indices).encode()))
         for name, value in hash_streams(device_of(state.model)):
             self._add("random state", name, value)
-        for key, part in _items_of(batch) or [("", batch)]:
-            self._add("data", f"batch.{key}".rstrip("."), hash_tensors(_tensors_in(part)))
+        for key, entry in _items_of(batch) or [("", batch)]:
+            self._add("data", f"batch.{key}".rstrip("."), hash_tensors(_tensors_in(entry)))
 
     def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
         if self._due:
@@ -143,15 +147,15 @@ class LedgerHook(Hook):
         if not self._due:
             return
         for group, parameters in _groups(name, optimizer):
-            own = [(n, p.grad) for n, p in self._named(parameters) if p.grad is not None]
-            self._add_group("gradient", group, own)
+            gradients = [(n, p.grad) for n, p in self._named(parameters) if p.grad is not None]
+            self._add_group("gradient", group, gradients)
 
     def _hash_weights(self, state: LoopState) -> None:
         reshard(state.model)
         for name, _, optimizer in optimizers_of(state):
             for group, parameters in _groups(name, optimizer):
                 self._add_group("update", group, self._named(parameters))
-        buffers = [(plain_name(n), one) for n, one in user_model(state.model).named_buffers()]
+        buffers = [(plain_name(n), buffer) for n, buffer in user_model(state.model).named_buffers()]
         self._add_group("update", "buffers", buffers)
 
     def _add_group(self, stage: str, group: str, named: Named) -> None:
@@ -163,20 +167,20 @@ class LedgerHook(Hook):
 
     def _add(self, stage: str, name: str, value: int | Tensor) -> None:
         name = name if stage in _OF_THE_WINDOW else f"{name}{self._where}"
-        item = Item(stage, name)
+        entry_item = Item(stage, name)
         number = 1
-        while item in self._entry:
+        while entry_item in self._entry:
             # A module was called again, or an optimizer stepped twice for a batch.
             number += 1
-            item = Item(stage, f"{name} ({number})")
-        self._entry[item] = value
+            entry_item = Item(stage, f"{name} ({number})")
+        self._entry[entry_item] = value
 
     def _write(self, step: int) -> None:
         assert self._writer is not None
         # The log values of the last batch were added after the gradients; put them first.
-        items = sorted(self._entry, key=lambda item: item.stage in _OF_THE_WINDOW)
-        hashes = fetch([torch.as_tensor(self._entry[item]) for item in items])
-        self._writer.write(step, dict(zip(items, hashes, strict=True)))
+        entry_items = sorted(self._entry, key=lambda entry_item: entry_item.stage in _OF_THE_WINDOW)
+        hashes = fetch([torch.as_tensor(self._entry[entry_item]) for entry_item in entry_items])
+        self._writer.write(step, dict(zip(entry_items, hashes, strict=True)))
         self._entry.clear()
         self._interval = self._every_steps * self._writer.stride
 
@@ -209,8 +213,8 @@ class LedgerHook(Hook):
 
 def _groups(name: str, optimizer: Optimizer) -> Iterator[tuple[str, list[Tensor]]]:
     for at, group in enumerate(optimizer.param_groups):
-        own = f"group {group.get('name', at)}"
-        yield f"{name}/{own}" if name else own, group["params"]
+        group_name = f"group {group.get('name', at)}"
+        yield f"{name}/{group_name}" if name else group_name, group["params"]
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -238,5 +242,5 @@ def _tensors_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Tensor]:
     elif isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
         yield torch.tensor(hash_bytes(repr(value).encode()))
     elif depth:
-        for _, part in _items_of(value):
-            yield from _tensors_in(part, depth - 1)
+        for _, entry in _items_of(value):
+            yield from _tensors_in(entry, depth - 1)

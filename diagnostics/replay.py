@@ -86,8 +86,8 @@ def run_replay(options: Options) -> int:
     config = options.examined.config
     # The first checkpoint after the step has its number of ranks, since a resume begins at one.
     later = (meta for _, meta in saved if meta["step"] >= options.step)
-    found = min(later, key=itemgetter("step"), default=saved[0][1] if saved else {})
-    nproc = found.get("world_size") or int(config.select("launch.nproc") or 1)
+    later_meta = min(later, key=itemgetter("step"), default=saved[0][1] if saved else {})
+    nproc = later_meta.get("world_size") or int(config.select("launch.nproc") or 1)
     run = read_sections(options.examined, nproc)
     # A rank under a debugger keeps the others waiting.
     wait_s = _DEBUGGING_S if options.debugger else run.launch.timeout_s
@@ -96,29 +96,29 @@ def run_replay(options: Options) -> int:
     watch = Watch(options.step, profile=trace, **switches)
     job = Job("replay", config, run, debug=options.debug)
     with raising_stops():
-        seen = on_ranks(job.run, replay, (job, watch))
-    if 0 in seen:
-        _report_step(watch, seen)
+        replayed = on_ranks(job.run, replay, (job, watch))
+    if 0 in replayed:
+        _report_step(watch, replayed)
     return 0
 
 
-def _report_step(watch: Watch, seen: Mapping[int, Replayed]) -> None:
-    first = seen[0]
-    source = first.checkpoint or "the beginning of the run"
-    print(f"step {watch.step}, from {source} ({watch.step - first.started_at - 1} steps run first)")
-    for rank, one in sorted(seen.items()):
-        for number, logs in enumerate(one.logs, 1):
-            batch = f", batch {number}" if len(one.logs) > 1 else ""
+def _report_step(watch: Watch, replayed: Mapping[int, Replayed]) -> None:
+    lead = replayed[0]
+    source = lead.checkpoint or "the beginning of the run"
+    print(f"step {watch.step}, from {source} ({watch.step - lead.started_at - 1} steps run first)")
+    for rank, rank_result in sorted(replayed.items()):
+        for number, logs in enumerate(rank_result.logs, 1):
+            batch = f", batch {number}" if len(rank_result.logs) > 1 else ""
             values = ", ".join(f"{name} {value!r}" for name, value in logs.items())
             print(f"rank {rank}{batch}: {values}")
-    for name, rates in first.rates.items():
+    for name, rates in lead.rates.items():
         print(f"{name}: {', '.join(map(repr, rates))}")
-    if first.skipped:
+    if lead.skipped:
         print("the spike guard skipped it")
-    if first.saved:
-        result = "equal, bit for bit," if first.equal else "do NOT equal"
-        print(f"the weights after it {result} {first.saved}")
-    for table in (one.profile for one in seen.values() if one.profile):
+    if lead.saved:
+        result = "equal, bit for bit," if lead.equal else "do NOT equal"
+        print(f"the weights after it {result} {lead.saved}")
+    for table in (rank_result.profile for rank_result in replayed.values() if rank_result.profile):
         print(f"{table}\ntrace: {watch.profile}")
 
 
@@ -137,31 +137,31 @@ def replay(job: Job, watch: Watch) -> Replayed:
         latest = find_checkpoint(folder)
         with as_mistakes_in(job.config):
             run = job.run if path is None else job.run.without_loaded()
-            parts = build_parts(run, ("train", "val"))
+            objects = build_parts(run, ("train", "val"))
         hook = ReplayHook(watch)
-        hooks = {**parts["hooks"], "replay": hook}
-        runner = Runner(**{**parts, "hooks": hooks, "run_dir": None})
+        hooks = {**objects["hooks"], "replay": hook}
+        runner = Runner(**{**objects, "hooks": hooks, "run_dir": None})
         if latest is not None:
             _recall(runner.state, latest)
         state = runner.train(resume=path or False)
         if not hook.done:
             end = f"the run ends after step {state.step}"
             raise ValueError(f"--step {watch.step}: {end}")
-        seen = hook.seen
-        seen.checkpoint = str(path or "")
-        _compare(seen, state, folder)
-        return seen
+        replayed = hook.seen
+        replayed.checkpoint = str(path or "")
+        _compare(replayed, state, folder)
+        return replayed
 
 
 def _recall(state: LoopState, latest: Path) -> None:
     """Load the spike guards from the last checkpoint: it lists all steps that the run skipped."""
-    guards = {n: one for n, one in state.stateful.items() if isinstance(one, SpikeGuardHook)}
+    guards = {n: guard for n, guard in state.stateful.items() if isinstance(guard, SpikeGuardHook)}
     saved = load_checkpoint(latest).read("state.pt")["stateful"] if guards else {}
     for name in guards.keys() & saved.keys():
         guards[name].load_state_dict(saved[name])
 
 
-def _compare(seen: Replayed, state: LoopState, folder: Path) -> None:
+def _compare(replayed: Replayed, state: LoopState, folder: Path) -> None:
     """Compare the weights with the run's checkpoint of this step, if there is one."""
     listed = list_checkpoints(folder / "checkpoints") if get_rank() == 0 else []
     saved = broadcast(next((str(p) for p, meta in listed if meta["step"] == state.step), ""))
@@ -170,14 +170,14 @@ def _compare(seen: Replayed, state: LoopState, folder: Path) -> None:
     ours = _bits_of(state.model)
     load_checkpoint(saved).load_model(state.model)
     equal = all(map(torch.equal, ours, _bits_of(state.model)))
-    seen.saved, seen.equal = saved, all(all_gather_object(equal))
+    replayed.saved, replayed.equal = saved, all(all_gather_object(equal))
 
 
 def _bits_of(model: nn.Module) -> list[Tensor]:
     """Return this rank's parts of all weights and buffers as bytes, so that NaN equals itself."""
     reshard(model)
-    parts = (local_part(one).detach() for one in (*model.parameters(), *model.buffers()))
-    return [part.clone().reshape(-1).view(torch.uint8) for part in parts]
+    tensors = (local_part(tensor).detach() for tensor in (*model.parameters(), *model.buffers()))
+    return [local.clone().reshape(-1).view(torch.uint8) for local in tensors]
 
 
 class ReplayHook(Hook):
@@ -274,8 +274,8 @@ class _Debugger(pdb.Pdb):
     @classmethod
     def at_terminal(cls) -> _Debugger:
         # In processes started for ranks sys.stdin is empty, but file descriptor 0 is usable.
-        own = None if get_world_size() == 1 else open(0, closefd=False)  # noqa: SIM115
-        return cls(stdin=own, nosigint=True)
+        terminal = None if get_world_size() == 1 else open(0, closefd=False)  # noqa: SIM115
+        return cls(stdin=terminal, nosigint=True)
 
 
 @contextmanager

@@ -159,13 +159,13 @@ class TraceHook(Hook):
             before, self._marks[where] = self._marks.get(where, marks), marks
             for name in values if line is not None and marks != before else ():
                 if marks[name] != before.get(name):
-                    place = f"{frame.f_code.co_filename}:{line}"
-                    self._write(_described(name, values[name], where), place)
+                    site = f"{frame.f_code.co_filename}:{line}"
+                    self._write(_described(name, values[name], where), site)
 
-    def _write(self, what: str, place: str) -> None:
+    def _write(self, change: str, site: str) -> None:
         in_worker = os.getpid() != self._process
-        text = json.dumps((self._stage, in_worker, what, place))
-        seeded = in_worker and self._has_seeded_workers and what.startswith(GLOBAL)
+        text = json.dumps((self._stage, in_worker, change, site))
+        seeded = in_worker and self._has_seeded_workers and change.startswith(GLOBAL)
         if text not in self._written and not seeded:
             self._written.add(text)
             with (self._folder / f"{os.getpid()}.jsonl").open("a") as file:
@@ -181,8 +181,8 @@ def _namespaces(frame: FrameType) -> Iterator[tuple[str, Mapping[str, Any]]]:
         streams["cuda"] = torch.cuda.get_rng_state().numpy()
     yield "", {name: pickle.dumps(state) for name, state in streams.items()}
     # Python changes some of the names with underscores, such as its registry of warnings.
-    own = {name: value for name, value in frame.f_globals.items() if name[:2] != "__"}
-    yield frame.f_globals["__name__"], own
+    module_values = {name: value for name, value in frame.f_globals.items() if name[:2] != "__"}
+    yield frame.f_globals["__name__"], module_values
     local = frame.f_locals
     generators = {name: value for name, value in local.items() if type(value) in _GENERATORS}
     yield f"{frame.f_code.co_name}()", generators
@@ -196,12 +196,12 @@ def _iterators_used(frame: FrameType, line: int) -> Iterator[str]:
     The position of an iterator cannot be compared without advancing it.
     """
     owner = frame.f_locals.get("self")
-    places = {
+    namespaces = {
         "LOAD_GLOBAL": (frame.f_globals, frame.f_globals["__name__"]),
         "LOAD_ATTR": (getattr(owner, "__dict__", {}), type(owner).__name__),
     }
     for name, operation in _names_read(frame.f_code).get(line, ()):
-        values, where = places[operation]
+        values, where = namespaces[operation]
         value = values.get(name)
         if isinstance(value, Iterator) and not isinstance(value, IOBase):
             kind = type(value)

@@ -115,20 +115,20 @@ def _train(start_method: str, command: list[str], output: Path) -> None:
 
 
 def _verify(runs: _Runs, options: Options, run: RunSections) -> int:
-    whole = runs.train("uninterrupted")
-    end = _last_checkpoint(whole).meta
+    uninterrupted = runs.train("uninterrupted")
+    end = _last_checkpoint(uninterrupted).meta
     print(f"uninterrupted run: {end['step']} steps", flush=True)
     kill_at = options.kill_at or _middle(end)
     if not 1 < kill_at <= end["step"]:
         bound = f"must be 2 to {end['step']}, the run's steps"
         raise mistake(f"{_NAME}: --kill-at {bound}, got {kill_at}")
-    places = f"save_at: {max(1, kill_at - _LOST)}, kill_at: {kill_at}"
-    kill = f"hooks.kill={{type: {_HOOKS}.KillHook, {places}}}"
+    arguments = f"save_at: {max(1, kill_at - _LOST)}, kill_at: {kill_at}"
+    kill = f"hooks.kill={{type: {_HOOKS}.KillHook, {arguments}}}"
     killed = runs.train("killed", kill, until=kill_at)
     start = _last_checkpoint(killed)
-    if found := first_difference(read_ledger(whole), read_ledger(killed)):
-        print(f"{_text_of(found)} before the kill: the run is not repeatable", flush=True)
-        _print_causes(runs, found)
+    if difference := first_difference(read_ledger(uninterrupted), read_ledger(killed)):
+        print(f"{_text_of(difference)} before the kill: the run is not repeatable", flush=True)
+        _print_causes(runs, difference)
         return DIFFERENT
     shutil.copytree(killed, runs.folder / "resumed", ignore=shutil.ignore_patterns("samples"))
     resumed = runs.train("resumed", "--resume", nproc=options.then)
@@ -136,15 +136,19 @@ def _verify(runs: _Runs, options: Options, run: RunSections) -> int:
     step = start.meta["step"]
     print(f"killed at step {kill_at}, resumed{ranks} from the checkpoint of step {step}")
     if options.then:
-        return _compare_elastic(whole, resumed, step, run)
-    found = first_difference(read_ledger(whole), read_ledger(resumed), after=step - 1)
-    found = found or _log_difference(whole, resumed) or _state_difference(whole, resumed)
-    if found is None:
+        return _compare_elastic(uninterrupted, resumed, step, run)
+    difference = first_difference(read_ledger(uninterrupted), read_ledger(resumed), after=step - 1)
+    difference = (
+        difference
+        or _log_difference(uninterrupted, resumed)
+        or _state_difference(uninterrupted, resumed)
+    )
+    if difference is None:
         same = "sample ids, random states, losses, gradients, weights, optimizer state, logs"
         print(f"the same in both runs: {same}")
         return 0
-    print(_text_of(found), flush=True)
-    _print_causes(runs, found, start.path)
+    print(_text_of(difference), flush=True)
+    _print_causes(runs, difference, start.path)
     return DIFFERENT
 
 
@@ -162,15 +166,16 @@ def _middle(end: Mapping[str, Any]) -> int:
     return int(min(end["step"], passes // 2 * steps + max(_LOST + 1, steps / 2)))
 
 
-def _text_of(found: Difference) -> str:
-    if found.stage == "random state":
-        return f"step {found.step}, rank {found.rank}: the {found.name} random state differs"
-    return f"{found} differs"
+def _text_of(difference: Difference) -> str:
+    if difference.stage == "random state":
+        rank = f"step {difference.step}, rank {difference.rank}"
+        return f"{rank}: the {difference.name} random state differs"
+    return f"{difference} differs"
 
 
-def _log_difference(whole: Path, resumed: Path) -> Difference | None:
+def _log_difference(uninterrupted: Path, resumed: Path) -> Difference | None:
     """Compare the log records, except for speeds and times."""
-    files = [run / "metrics.jsonl" for run in (whole, resumed)]
+    files = [run / "metrics.jsonl" for run in (uninterrupted, resumed)]
     texts = [file.read_text().splitlines() if file.exists() else [] for file in files]
     for lines in zip_longest(*texts, fillvalue="{}"):
         a, b = map(json.loads, lines)
@@ -181,9 +186,9 @@ def _log_difference(whole: Path, resumed: Path) -> Difference | None:
     return None
 
 
-def _state_difference(whole: Path, resumed: Path) -> Difference | None:
+def _state_difference(uninterrupted: Path, resumed: Path) -> Difference | None:
     """Compare the last checkpoints, except for the clock."""
-    a, b = _last_checkpoint(whole), _last_checkpoint(resumed)
+    a, b = _last_checkpoint(uninterrupted), _last_checkpoint(resumed)
     for file in (name for name in a.meta["files"] if name.endswith(".pt") and "shard" not in name):
         for path in _unequal(a.read(file), b.read(file)):
             if path != "counters.clock_s":
@@ -229,15 +234,15 @@ def _print_causes(runs: _Runs, found: Difference, start: Path | None = None) -> 
         print("  no line of your files draws random numbers or changes an attribute")
 
 
-def _causes(lines: Path, found: Difference) -> Iterator[tuple[str, str]]:
+def _causes(lines: Path, difference: Difference) -> Iterator[tuple[str, str]]:
     """Yield place and description of possible causes of a difference."""
     for text in (t for file in sorted(lines.iterdir()) for t in file.read_text().splitlines()):
         stage, in_worker, what, place = json.loads(text)
         where = " in a worker process" if in_worker else ""
-        if found.stage == "random state":
-            if what == f"{GLOBAL}{found.name}" and not in_worker:
+        if difference.stage == "random state":
+            if what == f"{GLOBAL}{difference.name}" and not in_worker:
                 yield place, f"draws from {what}"
-        elif (stage == "data") == (found.stage == "data"):
+        elif (stage == "data") == (difference.stage == "data"):
             if ITERATOR in what:
                 yield place, f"may advance {what}{where}: is its position in a state_dict()?"
             elif not what.startswith(GLOBAL):
@@ -246,25 +251,36 @@ def _causes(lines: Path, found: Difference) -> Iterator[tuple[str, str]]:
                 yield place, f"draws from {what}{where} without a worker seed"
 
 
-def _compare_elastic(whole: Path, resumed: Path, start: int, run: RunSections) -> int:
+def _compare_elastic(uninterrupted: Path, resumed: Path, start: int, run: RunSections) -> int:
     """Compare a run with its resume on another number of ranks: samples, and weights."""
     sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer).values()
-    is_weighted = any(one.get("loss_weight") is not None for one in sections)
-    before = [row for row in _samples(whole) if row[0] <= start]
-    orders = [_order(rows, is_weighted) for rows in (_samples(whole), before + _samples(resumed))]
+    is_weighted = any(section.get("loss_weight") is not None for section in sections)
+    before = [row for row in _samples(uninterrupted) if row[0] <= start]
+    orders = [
+        _order(rows, is_weighted) for rows in (_samples(uninterrupted), before + _samples(resumed))
+    ]
     for (a, index), (b, other) in zip_longest(*orders, fillvalue=(0, None)):
         if (a, index) != (b, other):
             print(f"step {a or b}: sample {other} instead of {index}")
             return DIFFERENT
     same = "the same in both runs: the samples of each update and their order"
     print(same if orders[0] else "data.train is a custom loader: samples are not compared")
-    weights, others = (_last_checkpoint(one).read("model.pt") for one in (whole, resumed))
-    floats = {name: one for name, one in weights.items() if one.is_floating_point() and one.numel()}
-    allowed = {name: _TOLERANCES.get(one.dtype, _TOLERANCE) for name, one in floats.items()}
+    weights, other_weights = (
+        _last_checkpoint(run_dir).read("model.pt") for run_dir in (uninterrupted, resumed)
+    )
+    floats = {
+        name: weight
+        for name, weight in weights.items()
+        if weight.is_floating_point() and weight.numel()
+    }
+    allowed = {name: _TOLERANCES.get(weight.dtype, _TOLERANCE) for name, weight in floats.items()}
     if not floats:
         print("the model has no floating-point weights to compare")
         return 0
-    far = {name: _distance(one.double(), others[name].double()) for name, one in floats.items()}
+    far = {
+        name: _distance(weight.double(), other_weights[name].double())
+        for name, weight in floats.items()
+    }
     name = max(far, key=lambda name: far[name] / allowed[name])
     kind = str(floats[name].dtype).removeprefix("torch.")
     largest = f"{far[name]:.1e}, in {name} ({allowed[name]:.0e} is allowed in {kind})"
@@ -273,7 +289,7 @@ def _compare_elastic(whole: Path, resumed: Path, start: int, run: RunSections) -
         return 0
     if math.isinf(far[name]):
         return DIFFERENT
-    if drawn := _drawn(whole):
+    if drawn := _drawn(uninterrupted):
         print(f"  random numbers are drawn ({drawn}), and each rank has different streams")
     elif not is_weighted:
         print("  without loss_weight an update is a mean of the ranks' means")
@@ -293,7 +309,10 @@ def _samples(run: Path) -> list[list[int]]:
     files = (run / "samples").glob("*.jsonl")
     # Ranks that share their samples have written equal rows.
     return sorted(
-        map(list, {tuple(json.loads(row)) for one in files for row in one.read_text().splitlines()})
+        map(
+            list,
+            {tuple(json.loads(row)) for file in files for row in file.read_text().splitlines()},
+        )
     )
 
 
@@ -301,13 +320,13 @@ def _order(rows: list[list[int]], is_weighted: bool) -> list[tuple[int, int | No
     """Return (update, sample) pairs; without a ``loss_weight``, drop repetitions in an epoch."""
     if is_weighted:
         return [(row[0], row[-1]) for row in rows]
-    first = {(row[1], row[-1]): row for row in reversed(rows)}
-    return [(row[0], row[-1]) for row in sorted(first.values())]
+    earliest = {(row[1], row[-1]): row for row in reversed(rows)}
+    return [(row[0], row[-1]) for row in sorted(earliest.values())]
 
 
 def _drawn(run: Path) -> str:
     """Name the random streams of the training process from which a run has drawn."""
     ledger = read_ledger(run)
-    first, last = ledger.entry(ledger.steps[1]), ledger.entry(ledger.steps[-1])
-    streams = [item for item in first if item.stage == "random state"]
-    return ", ".join(item.name for item in streams if first[item] != last[item])
+    start, end = ledger.entry(ledger.steps[1]), ledger.entry(ledger.steps[-1])
+    streams = [draw for draw in start if draw.stage == "random state"]
+    return ", ".join(draw.name for draw in streams if start[draw] != end[draw])

@@ -66,8 +66,8 @@ def main(workers: int = 2, epochs: int = 10) -> float:
             pairs = batches(data.images[half:], data.labels[half:])
             train(classifier, pool.imap(extract, pairs), optimizer)
         features, labels = pool.apply(extract, ((test.images, test.labels),))
-    found = classifier(features).argmax(1)
-    return float((found == labels).float().mean())
+    predictions = classifier(features).argmax(1)
+    return float((predictions == labels).float().mean())
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ def main(epochs: int = 4) -> tuple[float, float]:
     model = StepFullyShardedDataParallel(
         SupervisedModel(net, nn.CrossEntropyLoss()), shard=["Block"]
     )
-    local = sum(one.to_local().numel() for one in model.parameters())
-    share = local / sum(one.numel() for one in model.parameters())
+    local = sum(param.to_local().numel() for param in model.parameters())
+    share = local / sum(param.numel() for param in model.parameters())
 
     optim = OptimWrapper(torch.optim.AdamW(model.parameters(), lr=2e-3), clip_grad={"max_norm": 1})
     batch_size = 64 // get_world_size()

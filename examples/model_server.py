@@ -48,7 +48,7 @@ def train(group: RpcGroup, epochs: int) -> list[tuple[int, float]]:
 
 def evaluate(group: RpcGroup, split: str, epochs: int) -> list[tuple[int, float]]:
     """Evaluate each new version; a pull of an unchanged version transfers a few bytes."""
-    data, net, seen = Digits(split), SmallCNN().eval(), []
+    data, net, accuracies = Digits(split), SmallCNN().eval(), []
     group.barrier()
     server = group.get_paired("models").to_here()
     version = 0
@@ -59,13 +59,13 @@ def evaluate(group: RpcGroup, split: str, epochs: int) -> list[tuple[int, float]
             continue
         version = net.pp_version
         with torch.inference_mode():
-            right = net(data.images).argmax(1) == data.labels
-        seen.append((version, float(right.float().mean())))
+            correct = net(data.images).argmax(1) == data.labels
+        accuracies.append((version, float(correct.float().mean())))
     group.barrier()
-    return seen
+    return accuracies
 
 
 if __name__ == "__main__":
-    for rank, seen in launch(main, nproc=3).items():
-        for version, accuracy in seen:
+    for rank, accuracies in launch(main, nproc=3).items():
+        for version, accuracy in accuracies:
             print(f"{NAMES[rank]}: version {version}, accuracy {accuracy:.3f}")

@@ -32,16 +32,20 @@ def agent() -> dict[str, nn.Module]:
 def connections(models: dict[str, nn.Module]) -> dict[tuple[str, str], float]:
     """Return the bytes sent between models in one step, including gradients."""
     features, actions = BATCH * FEATURES * 4, BATCH * ACTIONS * 4
-    found = {("encoder", name): 2.0 * features for name in ("actor", "critic1", "critic2", "world")}
+    weights = {
+        ("encoder", name): 2.0 * features for name in ("actor", "critic1", "critic2", "world")
+    }
     for critic in ("critic1", "critic2"):
-        found["actor", critic] = 2.0 * actions
-        found["target_actor", f"target_{critic}"] = actions
-        found["encoder", f"target_{critic}"] = features
-    found["encoder", "target_actor"] = features
+        weights["actor", critic] = 2.0 * actions
+        weights["target_actor", f"target_{critic}"] = actions
+        weights["encoder", f"target_{critic}"] = features
+    weights["encoder", "target_actor"] = features
     for name in ("actor", "critic1", "critic2"):
         # Each step updates a target with all weights of its model.
-        found[name, f"target_{name}"] = sum(4.0 * one.numel() for one in models[name].parameters())
-    return found
+        weights[name, f"target_{name}"] = sum(
+            4.0 * param.numel() for param in models[name].parameters()
+        )
+    return weights
 
 
 def main(picture: str | None = None) -> ModelAssigner:

@@ -55,5 +55,5 @@ def train(device_ids: list[str], steps: int = 150) -> tuple[Tensor, float]:
 
 
 if __name__ == "__main__":
-    (two, accuracy), (one, _) = train(["cpu", "cpu"]), train(["cpu"])
-    print(f"accuracy {accuracy:.3f}; {(two - one).abs().max():.0e} from the mean of one copy")
+    (two, accuracy), (single, _) = train(["cpu", "cpu"]), train(["cpu"])
+    print(f"accuracy {accuracy:.3f}; {(two - single).abs().max():.0e} from the mean of one copy")

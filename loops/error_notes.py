@@ -65,12 +65,12 @@ def note_failure(error: BaseException, state: LoopState, loader: Any, step_name:
     loop_frame = next(passes, None)
     if loop_frame is None or vars(error).get(_NOTED) or not isinstance(error, Exception):
         return
-    place = _place_text(state, loop_frame)
+    location = _place_text(state, loop_frame)
     steps = [frame for frame in frames if frame.f_code.co_name == step_name]
     if any(_first_argument(frame) is state.model for frame in steps):
-        notes = _notes_on_step(frames, state.model, place, loop_frame)
+        notes = _notes_on_step(frames, state.model, location, loop_frame)
     else:
-        notes = _notes_on_reading(error, frames, loader, place)
+        notes = _notes_on_reading(error, frames, loader, location)
     for text in notes:
         add_note(error, text)
         vars(error)[_NOTED] = True
@@ -146,11 +146,11 @@ def _described(data: Any, ranges: bool, depth: int) -> str:
     data = fields_of(data)
     if isinstance(data, Mapping) and depth:
         shown = islice(data.items(), _SHOWN)
-        items = [f"{k}: {describe(v, ranges=ranges, depth=depth - 1)}" for k, v in shown]
-        return f"{{{_listed(items, len(data))}}}"
+        texts = [f"{k}: {describe(v, ranges=ranges, depth=depth - 1)}" for k, v in shown]
+        return f"{{{_listed(texts, len(data))}}}"
     if isinstance(data, Sequence) and not isinstance(data, (str, bytes)) and depth:
-        items = [describe(one, ranges=ranges, depth=depth - 1) for one in data[:_SHOWN]]
-        return f"[{_listed(items, len(data))}]"
+        texts = [describe(entry, ranges=ranges, depth=depth - 1) for entry in data[:_SHOWN]]
+        return f"[{_listed(texts, len(data))}]"
     is_number = isinstance(data, (bool, int, float))
     return repr(data) if ranges and is_number else type(data).__name__
 
@@ -159,15 +159,15 @@ def describe_samples(samples: Any) -> str:
     """Describe samples in one line: how many there are of each type and shape."""
     if not isinstance(samples, Sequence):
         return describe(samples)
-    kinds = Counter(describe(one, ranges=False) for one in samples)
+    kinds = Counter(describe(sample, ranges=False) for sample in samples)
     counts = [f"{count} x {kind}" for kind, count in kinds.most_common(_SHOWN)]
     return _listed(counts, len(kinds))
 
 
-def name_of(thing: Any) -> str:
+def name_of(target: Any) -> str:
     """Return the name of a function or an object's class, and its location in the user's code."""
-    kind = thing if inspect.isroutine(thing) or isinstance(thing, type) else type(thing)
-    name = str(getattr(kind, "__name__", type(thing).__name__))
+    kind = target if inspect.isroutine(target) or isinstance(target, type) else type(target)
+    name = str(getattr(kind, "__name__", type(target).__name__))
     try:
         file = inspect.getsourcefile(kind)
         is_users = file is not None and is_users_file(file)
@@ -177,32 +177,34 @@ def name_of(thing: Any) -> str:
 
 
 def _notes_on_step(
-    frames: Sequence[FrameType], wrapper: nn.Module, place: str, loop_frame: FrameType
+    frames: Sequence[FrameType], wrapper: nn.Module, location: str, loop_frame: FrameType
 ) -> Iterator[str]:
     model = user_model(wrapper)
     paths = {id(module): plain_name(path) for path, module in model.named_modules()}
-    running = [one for one in map(_first_argument, frames) if id(one) in paths]
+    running = [module for module in map(_first_argument, frames) if id(module) in paths]
     inner = running[-1] if running else model
     layer = f"{paths[id(inner)]} ({name_of(inner)}) of " if paths[id(inner)] else ""
-    parts = [(name, getattr(model, name, None)) for name in ("net", "loss")]
-    parts_text = " and ".join(f"{name} {name_of(part)}" for name, part in parts if callable(part))
+    children = [(name, getattr(model, name, None)) for name in ("net", "loss")]
+    parts_text = " and ".join(
+        f"{name} {name_of(child)}" for name, child in children if callable(child)
+    )
     yield f"in {layer}{name_of(model)}" + (f" with {parts_text}" if parts_text else "")
-    yield f"{place}: {describe(loop_frame.f_locals.get('batch'))}"
+    yield f"{location}: {describe(loop_frame.f_locals.get('batch'))}"
 
 
 def _notes_on_reading(
-    error: BaseException, frames: Sequence[FrameType], loader: Any, place: str
+    error: BaseException, frames: Sequence[FrameType], loader: Any, location: str
 ) -> Iterator[str]:
     dataset = getattr(loader, "dataset", None)
     collate = unwrapped(getattr(loader, "collate_fn", None), "collate")
-    readers = [one for one in (loader, dataset) if one is not None]
+    readers = [reader for reader in (loader, dataset) if reader is not None]
     code = getattr(collate, "__code__", None)
     collating = [frame for frame in frames if code is not None and frame.f_code is code]
-    is_read = any(_first_argument(frame) is one for frame in frames for one in readers)
+    is_read = any(_first_argument(frame) is reader for frame in frames for reader in readers)
     if not (collating or is_read or "in DataLoader worker process" in str(error)):
         return
     dataset = unwrapped(readers[-1], "samples")
-    yield f"while reading {place} from {name_of(dataset)}"
+    yield f"while reading {location} from {name_of(dataset)}"
     if collating:
         yield f"{name_of(collate)} was given {describe_samples(_first_argument(collating[0]))}"
 
@@ -234,6 +236,6 @@ def _range(tensor: Any) -> str:
     return f" from {low.item()} to {high.item()}"
 
 
-def _listed(items: Sequence[str], count: int) -> str:
-    more = [f"... ({count} in all)"] if count > len(items) else []
-    return ", ".join([*items, *more])
+def _listed(texts: Sequence[str], count: int) -> str:
+    more = [f"... ({count} in all)"] if count > len(texts) else []
+    return ", ".join([*texts, *more])

@@ -81,10 +81,10 @@ class EvalSets(Evaluation):
         was_stopped = bool(state.stop_reason)
         for name, loop in self.loops.items():
             with _in_set(state, name):
-                part = loop.evaluate(state, hooks, poll)
-            if not part and state.stop_reason and not was_stopped:
+                set_results = loop.evaluate(state, hooks, poll)
+            if not set_results and state.stop_reason and not was_stopped:
                 return {}
-            results |= {f"{name}/{key}": value for key, value in part.items()}
+            results |= {f"{name}/{key}": value for key, value in set_results.items()}
         if self.phase is Phase.VAL:
             state.metrics, state.evaluated_at = dict(results), state.step
             state.higher_is_better = directions_of(self.metrics)

@@ -95,13 +95,13 @@ class Rounds:
             iterator = iter(self._read())
         batch = self._next(iterator)
         self.agree()
-        last = first_batch_of(self._group, batch, self._has_batch)
-        if last is _END:
+        latest = first_batch_of(self._group, batch, self._has_batch)
+        if latest is _END:
             raise ValueError(f"the {self._phase.value} loader has no batches on any rank")
         while True:
-            yield last, self._has_batch
+            yield latest, self._has_batch
             batch = self._next(iterator)
-            last = batch if self._has_batch else last
+            latest = batch if self._has_batch else latest
 
     def _next(self, iterator: Iterator[Any]) -> Any:
         batch = _END
@@ -116,7 +116,9 @@ def raise_everywhere(error: Exception | None) -> None:
     failures = all_gather_object(failure_of(error))
     if error is not None:
         raise error
-    texts = "; ".join(f"rank {one.rank}: {one.full_text}" for one in failures if one)
+    texts = "; ".join(
+        f"rank {failure.rank}: {failure.full_text}" for failure in failures if failure
+    )
     if texts:
         raise RuntimeError(f"the evaluation failed on {texts}")
 

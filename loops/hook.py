@@ -181,7 +181,9 @@ class HookList:
         for event in EVENTS:
             silent = getattr(Hook, event)
             pairs = zip(self._hooks, ignored, strict=True)
-            methods = [(one, getattr(one, event, silent)) for one, no in pairs if event not in no]
+            methods = [
+                (hook, getattr(hook, event, silent)) for hook, no in pairs if event not in no
+            ]
             listeners = [
                 self._surrounded(event, hook, method)
                 for hook, method in methods
@@ -202,10 +204,10 @@ class HookList:
 
     def without(self, *events: str) -> HookList:
         """Return a list of the same hooks without listeners for ``events``."""
-        others = copy(self)
+        copied = copy(self)
         for event in events:
-            setattr(others, event, ())
-        return others
+            setattr(copied, event, ())
+        return copied
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._hooks)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 
-def mix_seed(*parts: int) -> int:
-    """Return a seed below 2**63 that depends on all ``parts`` and their order."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+def mix_seed(*numbers: int) -> int:
+    """Return a seed below 2**63 that depends on all ``numbers`` and their order."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 

@@ -60,9 +60,9 @@ class Cadence:
 
     def _due_by_clock(self, state: LoopState) -> bool:
         assert self.every_secs is not None
-        first = self.due_at_s == -math.inf
+        is_start = self.due_at_s == -math.inf
         self.due_at_s = state.clock_s + self.every_secs
-        return not first
+        return not is_start
 
 
 class Budget(ABC):
@@ -131,7 +131,9 @@ class Budget(ABC):
         Returns False after a stop: the resumed run validates instead.
         """
         done = self.done(state)
-        interval = [each for milestone, each in self.intervals if milestone <= done + 1][-1]
+        interval = [
+            step_interval for milestone, step_interval in self.intervals if milestone <= done + 1
+        ][-1]
         is_regular = done > max(self.begin, 0) and (done % interval == 0 or done == self.last)
         return (is_regular or done == self.begin) and not state.stop_reason
 
@@ -223,7 +225,7 @@ def members_of(optim_wrapper: Any) -> list[Any]:
 
 
 def windows_of(optim_wrapper: Any) -> list[int]:
-    return [optim_features(one).accumulative_counts for one in members_of(optim_wrapper)]
+    return [optim_features(member).accumulative_counts for member in members_of(optim_wrapper)]
 
 
 def pop_empty_updates(optim_wrapper: Any) -> dict[str, float]:

@@ -147,7 +147,7 @@ class _ExchangePlan:
         """
         if self._planned_at_s is not None:
             pace_s = (clock_s - self._planned_at_s) / self._interval
-            wanted = int(_PERIOD_S / max(pace_s, 1e-6))
-            self._interval = max(1, min(wanted, 2 * self._interval, _MAX_POLLS))
+            polls = int(_PERIOD_S / max(pace_s, 1e-6))
+            self._interval = max(1, min(polls, 2 * self._interval, _MAX_POLLS))
         self._planned_at_s = clock_s
         self._due_at = self._polls + self._interval

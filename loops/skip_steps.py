@@ -43,13 +43,13 @@ def parse_skip_steps(skip_steps: Iterable[int | str]) -> set[int]:
     steps: set[int] = set()
     for entry in skip_steps if isinstance(skip_steps, Iterable) else [repr(skip_steps)]:
         ends = re.fullmatch(r"(\d+)(?:-(\d+))?", "" if isinstance(entry, bool) else str(entry))
-        first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (0, 0)
-        if not 1 <= first <= last < first + _LONGEST:
+        start, end = (int(ends[1]), int(ends[2] or ends[1])) if ends else (0, 0)
+        if not 1 <= start <= end < start + _LONGEST:
             raise ValueError(
                 "skip_steps must hold step numbers >= 1 and ranges of at most "
                 f'{_LONGEST:,} steps such as "1200-1210", got {entry!r}'
             )
-        steps.update(range(first, last + 1))
+        steps.update(range(start, end + 1))
     return steps
 
 
@@ -107,7 +107,7 @@ def _skip_batch(optim_wrapper: Any) -> None:
 
 def buffer_restorer(model: nn.Module) -> Callable[[], None]:
     """Return a function that restores the current values of the buffers of ``model``."""
-    kept = [
+    saved = [
         (module._buffers, name, buffer, buffer.detach().clone())
         for module in user_model(model).modules()
         for name, buffer in module._buffers.items()
@@ -116,7 +116,7 @@ def buffer_restorer(model: nn.Module) -> Callable[[], None]:
 
     def restore() -> None:
         with torch.no_grad():
-            for owner, name, buffer, value in kept:
+            for owner, name, buffer, value in saved:
                 owner[name] = buffer.copy_(value)
 
     return restore

@@ -62,7 +62,7 @@ class LogBuffer:
 
     def start(self) -> None:
         """Drop raw values that an earlier training left; keep values from a checkpoint."""
-        self._raw[:] = [one for one in self._raw if one[0] == _RESTORED]
+        self._raw[:] = [entry for entry in self._raw if entry[0] == _RESTORED]
 
     def means(self) -> dict[str, Tensor]:
         """Return the means of all values since ``clear``, on the device."""
@@ -91,45 +91,55 @@ class LogBuffer:
 
         Only values whose names ``watches`` accepts are considered.
         """
-        found = [(step, name, text) for name, (step, text) in self._nonfinite.items()]
-        found += _not_finite(self._raw, after)
-        texts = [(s, f"{name} is {text}") for s, name, text in found if s > after and watches(name)]
-        return min(texts, key=lambda one: one[0], default=None)
+        values = [(step, name, text) for name, (step, text) in self._nonfinite.items()]
+        values += _not_finite(self._raw, after)
+        texts = [
+            (s, f"{name} is {text}") for s, name, text in values if s > after and watches(name)
+        ]
+        return min(texts, key=lambda entry: entry[0], default=None)
 
-    def state_dict(self, last: int | None = None) -> dict[str, Any]:
-        """Return the folded sums, and the raw values up to update ``last`` (None: all).
+    def state_dict(self, until: int | None = None) -> dict[str, Any]:
+        """Return the folded sums, and the raw values up to update ``until`` (None: all).
 
         The raw values are kept, so that a resumed run sums them with the same rounding.
         """
-        raw = _by_name([one for one in self._raw if last is None or one[0] <= last]).items()
+        raw = _by_name([entry for entry in self._raw if until is None or entry[0] <= until]).items()
         return {
-            "sums": {name: (one.cpu(), _on(n, "cpu")) for name, (one, n) in self._sums.items()},
+            "sums": {name: (total.cpu(), _on(n, "cpu")) for name, (total, n) in self._sums.items()},
             "values": {name: _compact(name, values) for name, (values, _) in raw},
-            "weights": {name: _compact("weight", some) for name, (_, some) in raw if some},
+            "weights": {
+                name: _compact("weight", entry_weights)
+                for name, (_, entry_weights) in raw
+                if entry_weights
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Restore a state to ``device``, on which training steps create their logs."""
         self.clear()
         sums = state["sums"].items()
-        self._sums = {name: (one.to(device), _on(n, device)) for name, (one, n) in sums}
+        self._sums = {name: (total.to(device), _on(n, device)) for name, (total, n) in sums}
         weights = state.get("weights", {})
         for name, values in state["values"].items():
             logs: list[Mapping[str, Any]] = [{name: _on(value, device)} for value in values]
             if name in weights:
                 pairs = zip(logs, weights[name], strict=True)
-                logs = [WeightedLogs(one, _on(weight, device)) for one, weight in pairs]
-            self._raw.extend((_RESTORED, one) for one in logs)
+                logs = [
+                    WeightedLogs(scalar_logs, _on(weight, device)) for scalar_logs, weight in pairs
+                ]
+            self._raw.extend((_RESTORED, scalar_logs) for scalar_logs in logs)
 
     def sums(self) -> dict[str, tuple[Tensor, float | Tensor]]:
         """Return for each name the sum of its values since ``clear``, and their count or weight."""
         sums = dict(self._sums)
         for name, (values, weights) in _by_name(self._raw).items():
-            new: tuple[Tensor, float | Tensor] = _sum(name, values), len(values)
+            added: tuple[Tensor, float | Tensor] = _sum(name, values), len(values)
             if weights:
-                new = _weighted_sum(name, values, weights)
-            old = sums.get(name)
-            sums[name] = new if old is None else (old[0] + new[0], old[1] + new[1])
+                added = _weighted_sum(name, values, weights)
+            previous = sums.get(name)
+            sums[name] = (
+                added if previous is None else (previous[0] + added[0], previous[1] + added[1])
+            )
         return sums
 
 
@@ -160,8 +170,8 @@ def mean_logs(states: Sequence[Mapping[str, Any]], rank_ratio: float) -> dict[st
             before = sums.get(name, (torch.zeros(()), 0))
             sums[name] = (before[0] + total, before[1] + count)
             weighted = weighted or isinstance(count, Tensor)
-    parts = len(states) / (rank_ratio if weighted else 1)
-    means = {name: (total / parts, count / parts) for name, (total, count) in sums.items()}
+    divisor = len(states) / (rank_ratio if weighted else 1)
+    means = {name: (total / divisor, count / divisor) for name, (total, count) in sums.items()}
     return {"sums": means, "values": {}}
 
 
@@ -227,7 +237,7 @@ def _sum(name: str, values: list[Any]) -> Tensor:
         stacked = torch.stack(values).detach()
     except (TypeError, RuntimeError):
         # Custom steps may log values that are not tensors of one shape.
-        return sum((_sum(name, [_tensor(name, one)]) for one in values), torch.zeros(()))
+        return sum((_sum(name, [_tensor(name, value)]) for value in values), torch.zeros(()))
     stacked = stacked if stacked.dtype == torch.float64 else stacked.float()
     return stacked.sum() if stacked.ndim == 1 else stacked.flatten(1).mean(1).sum()
 
@@ -235,7 +245,7 @@ def _sum(name: str, values: list[Any]) -> Tensor:
 def _weighted_sum(name: str, values: list[Any], weights: list[Any]) -> tuple[Tensor, Tensor]:
     """Return the sum of the values times their weights, and the sum of the weights."""
     means = torch.stack([_sum(name, [value]).double() for value in values])
-    factors = torch.stack([torch.as_tensor(one, dtype=torch.float64) for one in weights])
+    factors = torch.stack([torch.as_tensor(weight, dtype=torch.float64) for weight in weights])
     factors = factors.to(means.device)
     # Values with a weight of 0 may be NaN.
     return torch.where(factors > 0, means * factors, 0.0).sum(), factors.sum()
@@ -472,9 +482,9 @@ class LoopState:
         """
         self._log_media("text", name, text)
 
-    def _log_media(self, kind: str, name: str, item: Any) -> None:
+    def _log_media(self, kind: str, name: str, content: Any) -> None:
         for receive in self.media_loggers:
-            receive(self, kind, name, item)
+            receive(self, kind, name, content)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, the clock, the last metrics and the data layout."""

@@ -43,9 +43,9 @@ def _counted(step: Step, name: str, longest: int, is_group: bool) -> Step:
     def counted_step(data: Any, optim_wrapper: Any) -> Any:
         if is_group:
             optim_wrapper.begin_batch()
-        before = sum(one.inner_count for one in members_of(optim_wrapper))
+        before = sum(member.inner_count for member in members_of(optim_wrapper))
         logs = step(data, optim_wrapper)
-        count = sum(one.inner_count for one in members_of(optim_wrapper)) - before
+        count = sum(member.inner_count for member in members_of(optim_wrapper)) - before
         if longest > 1 and (count < 1 or (count > 1 and not is_group)):
             raise RuntimeError(
                 f"with accumulative_counts={longest} a training step must count one micro-batch "
@@ -119,9 +119,9 @@ def _obstacle_to_blocks(state: LoopState, hooks: HookList) -> str:
         return "the training step is not compiled (compile: step)"
     if window_of(state.optim_wrapper) != 1:
         return "an update takes several batches (accumulative_counts)"
-    listeners = (one for event in _AT_EACH_STEP for one in getattr(hooks, event))
+    listeners = (listener for event in _AT_EACH_STEP for listener in getattr(hooks, event))
     ours = __name__.split(".")[0]
-    for owner in (type(getattr(one, "__self__", one)) for one in listeners):
+    for owner in (type(getattr(listener, "__self__", listener)) for listener in listeners):
         if owner.__module__.split(".")[0] != ours:
             return f"{owner.__name__} acts at each step and may change the model"
     return ""

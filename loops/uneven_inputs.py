@@ -70,8 +70,8 @@ class PassInputs:
             self._stated = None
         answers = all_gather_object((self._stated, share.has_exact_length(loader)))
         lengths = [length for length, _ in answers]
-        known = [one for one in lengths if one is not None]
-        self.length = max(known) if len(known) == len(lengths) else None
+        counted = [length for length in lengths if length is not None]
+        self.length = max(counted) if len(counted) == len(lengths) else None
         self.has_exact_length = all(is_exact for _, is_exact in answers)
         self._compares = not self.has_exact_length and len(answers) > 1
         # The arguments of `join`.
@@ -240,12 +240,15 @@ class PassInputs:
                 return
             if not all_have:
                 have = all_gather_object(has_batch)
-                ended, others = ([r for r, h in enumerate(have) if h is x] for x in (False, True))
+                ended, continuing = (
+                    [r for r, h in enumerate(have) if h is x] for x in (False, True)
+                )
                 raise ValueError(
                     "every rank needs the same number of training batches, but "
                     f"{name_ranks(ended)} ran out after {state.batch} batches in epoch "
-                    f"{state.epoch + 1}, and {name_ranks(others)} did not; allow different numbers "
-                    "with StepDistributedDataParallel(uneven_inputs=True) in an EpochTrainLoop"
+                    f"{state.epoch + 1}, and {name_ranks(continuing)} did not; allow different "
+                    "numbers with StepDistributedDataParallel(uneven_inputs=True) in an "
+                    "EpochTrainLoop"
                 )
             yield batch
 
@@ -256,21 +259,21 @@ class PassInputs:
         # The rank whose weights torch's `join` broadcasts: the last of the ranks with most batches.
         longest = max(range(len(everyone)), key=lambda at: (everyone[at]["batch"], at))
         ahead = everyone[longest]
-        if all(one["batch"] == ahead["batch"] for one in everyone):
+        if all(rank_state["batch"] == ahead["batch"] for rank_state in everyone):
             return
         group, optim = self._group or dist.group.WORLD, state.optim_wrapper
         assert group is not None
         source = dist.get_global_rank(group, longest)
         states: dict[str, Any] = {}
         if dist.get_rank() == source:
-            states = {name: part.state_dict() for name, part in state.stateful.items()}
+            states = {name: source.state_dict() for name, source in state.stateful.items()}
             states = {"optim": optim.state_dict(), "stateful": states}
         states = broadcast(states, source, self._group)
         if mine["batch"] == ahead["batch"]:
             return
         optim.load_state_dict(states["optim"])
-        for name, part in state.stateful.items():
-            part.load_state_dict(states["stateful"][name])
+        for name, stateful in state.stateful.items():
+            stateful.load_state_dict(states["stateful"][name])
         for name in _PROGRESS:
             setattr(state, name, ahead[name])
 

@@ -117,8 +117,8 @@ class _NotifyingCondition(threading.Condition):
 def _notifying_condition(leaf: threading.Event) -> _NotifyingCondition:
     # The condition's class is replaced, not the event's method `set`, which other objects (such as
     # timers) may already refer to. Threads that wait for the event are not disturbed.
-    found: Any = vars(leaf)["_cond"]
-    vars(found).setdefault("callbacks", set())
-    found.__class__ = _NotifyingCondition
-    condition: _NotifyingCondition = found
+    attribute: Any = vars(leaf)["_cond"]
+    vars(attribute).setdefault("callbacks", set())
+    attribute.__class__ = _NotifyingCondition
+    condition: _NotifyingCondition = attribute
     return condition

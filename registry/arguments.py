@@ -53,7 +53,9 @@ def is_only_declared(target: Callable[..., Any]) -> bool:
 
 
 def _takes_any(signature: inspect.Signature) -> bool:
-    return any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+    return any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()
+    )
 
 
 def constructor(target: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,13 +96,13 @@ def required_names(target: Callable[..., Any]) -> set[str]:
 def annotations_of(target: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotations by argument, except those that cannot be evaluated."""
     parameters = parameters_of(target).values()
-    found = {p.name: p.annotation for p in parameters if not isinstance(p.annotation, str)}
+    hints = {p.name: p.annotation for p in parameters if not isinstance(p.annotation, str)}
     try:
         # A dataclass may inherit fields from other modules: resolve each in its own module.
         source = target if is_dataclass(target) else constructor(target)
-        return {**found, **get_type_hints(source)}
+        return {**hints, **get_type_hints(source)}
     except (NameError, TypeError, AttributeError):
-        return found
+        return hints
 
 
 def options_of(hint: Any) -> tuple[Any, ...]:
@@ -110,7 +112,7 @@ def options_of(hint: Any) -> tuple[Any, ...]:
 
 def is_tensor(hint: Any) -> bool:
     """Return whether a hint is ``Tensor`` or ``Tensor | None``, by names: torch is not imported."""
-    return {title(one) for one in options_of(hint)} - {"NoneType"} == {"Tensor"}
+    return {title(option) for option in options_of(hint)} - {"NoneType"} == {"Tensor"}
 
 
 def are_numbers(value: Any) -> bool:
@@ -118,18 +120,18 @@ def are_numbers(value: Any) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(type(one) in (int, float) or are_numbers(one) for one in value)
+        and all(type(number) in (int, float) or are_numbers(number) for number in value)
     )
 
 
-def blame(target: Callable[..., Any], given: Collection[str], text: str) -> tuple[str, str]:
+def blame(target: Callable[..., Any], names: Collection[str], text: str) -> tuple[str, str]:
     """Return the given argument that an error text is about and, if it is misspelt, its real name.
 
     The real name is "" if the argument exists. Both are "" if the text names no argument.
     """
-    unknown = set(given) - parameters_of(target).keys()
+    unknown = set(names) - parameters_of(target).keys()
     for word in re.findall(r"\w+", text):
-        if word in given:
+        if word in names:
             return word, ""
         for near in nearest(word, unknown, limit=1, cutoff=0.8):
             return near, word
@@ -137,7 +139,7 @@ def blame(target: Callable[..., Any], given: Collection[str], text: str) -> tupl
 
 
 def argument_problems(
-    target: Callable[..., Any], given: Collection[str], runtime: Collection[str] = ()
+    target: Callable[..., Any], names: Collection[str], runtime: Collection[str] = ()
 ) -> list[ArgumentProblem]:
     """Return the problems of calling ``target`` with arguments of these names, unknown ones first.
 
@@ -145,23 +147,23 @@ def argument_problems(
 
     Args:
         target: the class or function.
-        given: the names of the arguments in the config.
+        names: the names of the arguments in the config.
         runtime: the names of arguments that are supplied when the config is built.
     """
     signature = signature_of(target)
     if signature is None or is_only_declared(target):
         return []
     parameters = signature.parameters
-    known = [p.name for p in parameters.values() if p.kind in _BY_NAME]
-    unknown = [name for name in given if name not in known]
-    missing = required_names(target) - {*given, *runtime}
+    by_name = [p.name for p in parameters.values() if p.kind in _BY_NAME]
+    unknown = [name for name in names if name not in by_name]
+    missing = required_names(target) - {*names, *runtime}
     problems: list[ArgumentProblem] = []
     if not _takes_any(signature):
-        own = [name for name in known if name not in runtime]
-        free = [name for name in own if name not in given]
-        problems = [ArgumentProblem(n, _unknown_text(target, n, free, own)) for n in unknown]
+        settable = [name for name in by_name if name not in runtime]
+        free = [name for name in settable if name not in names]
+        problems = [ArgumentProblem(n, _unknown_text(target, n, free, settable)) for n in unknown]
         missing -= meant_by(unknown, free)
-    missing_in_order = sorted(missing, key=known.index)
+    missing_in_order = sorted(missing, key=by_name.index)
     problems += [ArgumentProblem(n, _missing_text(target, n, unknown)) for n in missing_in_order]
     by_position = f"{title(target)} accepts it only by position, which a config cannot pass"
     return problems + [
@@ -171,8 +173,10 @@ def argument_problems(
     ]
 
 
-def _unknown_text(target: Callable[..., Any], name: str, free: list[str], own: list[str]) -> str:
-    hint = did_you_mean(name, free) or did_you_mean(name, own) or did_you_mean(name, ["type"])
+def _unknown_text(
+    target: Callable[..., Any], name: str, free: list[str], settable: list[str]
+) -> str:
+    hint = did_you_mean(name, free) or did_you_mean(name, settable) or did_you_mean(name, ["type"])
     if not hint:
         hint = f"; it also takes {', '.join(free)}" if free else "; it takes no other arguments"
     return f"{title(target)} has no such argument{hint}"

@@ -74,4 +74,6 @@ DIST_BACKENDS = Registry(
     },
 )
 
-REGISTRIES = {one.name: one for one in list(globals().values()) if isinstance(one, Registry)}
+REGISTRIES = {
+    table.name: table for table in list(globals().values()) if isinstance(table, Registry)
+}

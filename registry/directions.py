@@ -15,7 +15,7 @@ _HIGHER_IS_BETTER = frozenset(
 _WORD = re.compile(r"[A-Z]?[a-z]+[0-9]*|[A-Z]+[0-9]*(?![a-z])")
 
 
-def direction_of(name: str, known: Mapping[str, bool | None]) -> bool | None:
+def direction_of(name: str, directions: Mapping[str, bool | None]) -> bool | None:
     """Return whether higher values of the result ``name`` are better; None if unknown.
 
     Args:
@@ -23,9 +23,9 @@ def direction_of(name: str, known: Mapping[str, bool | None]) -> bool | None:
         known: the directions of metrics, by name.
     """
     while name:
-        above, _, last = name.rpartition("/")
-        direction = known.get(name)
-        direction = direction_by_words(last) if direction is None else direction
+        above, _, leaf = name.rpartition("/")
+        direction = directions.get(name)
+        direction = direction_by_words(leaf) if direction is None else direction
         if direction is not None:
             return direction
         name = above

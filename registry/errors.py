@@ -13,7 +13,9 @@ from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent
 # The models and data sets of the shipped configs count as the user's code.
-_PACKAGES = [one.parent for one in _ROOT.glob("*/py.typed") if one.parent.name != "configs"]
+_PACKAGES = [
+    marker.parent for marker in _ROOT.glob("*/py.typed") if marker.parent.name != "configs"
+]
 _LIBRARIES = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
 _NOT_USERS = tuple(f"{path.resolve()}/" for path in (*_PACKAGES, *map(Path, _LIBRARIES)))
 # The maximum number of characters of a name or value in a message.
@@ -38,8 +40,8 @@ class Problem:
     cause: BaseException | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
-        parts = (shortened(self.origin, 300), shortened(self.key, 300), self.what)
-        return ": ".join(part for part in parts if part)
+        fields = (shortened(self.origin, 300), shortened(self.key, 300), self.what)
+        return ": ".join(text for text in fields if text)
 
 
 class ConfigError(Exception):
@@ -52,7 +54,7 @@ class ConfigError(Exception):
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(list(problems))
         self.problems = list(problems)
-        self.__cause__ = next((one.cause for one in self.problems if one.cause), None)
+        self.__cause__ = next((problem.cause for problem in self.problems if problem.cause), None)
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)
@@ -94,17 +96,17 @@ def nearest(
     # Keys of a config may be numbers.
     for candidate in map(str, candidates):
         by_lower.setdefault(candidate.lower(), candidate)
-    wanted = str(name).lower()
-    close = difflib.get_close_matches(wanted, by_lower, n=limit, cutoff=cutoff)
-    if len(wanted) >= 3:
+    lower_name = str(name).lower()
+    close = difflib.get_close_matches(lower_name, by_lower, n=limit, cutoff=cutoff)
+    if len(lower_name) >= 3:
         # A candidate that contains the name, but does not start with it, must not be much longer.
-        longest = len(wanted) / (cutoff - 0.2)
-        parts = (
+        longest = len(lower_name) / (cutoff - 0.2)
+        matches = (
             low
             for low in by_lower
-            if low.startswith(wanted) or (wanted in low and len(low) <= longest)
+            if low.startswith(lower_name) or (lower_name in low and len(low) <= longest)
         )
-        containing = sorted(parts, key=len)
+        containing = sorted(matches, key=len)
         close += [low for low in containing if low not in close]
     return [by_lower[low] for low in close[:limit]]
 
@@ -122,8 +124,8 @@ def did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -
 
 def one_of(names: Sequence[str]) -> str:
     """Join names as "A, B or C"."""
-    *others, last = map(str, names or [""])
-    return f"{', '.join(others)} or {last}" if others else last
+    *head, tail = map(str, names or [""])
+    return f"{', '.join(head)} or {tail}" if head else tail
 
 
 def shown_value(value: object) -> str:
@@ -164,7 +166,7 @@ def shown(path: str | os.PathLike[str]) -> str:
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """Return the innermost frame in the user's files that led to ``error``."""
-    for frame in (frame for one in causes(error) for frame in reversed(_frames(one))):
+    for frame in (frame for cause in causes(error) for frame in reversed(_frames(cause))):
         if is_users_file(frame.filename):
             return frame
     return None
@@ -182,8 +184,8 @@ def _frames(error: BaseException) -> traceback.StackSummary:
     """Return the frames of an error, outermost first."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError):
-        place = (error.filename or "<unknown>", error.lineno or 0, "<module>")
-        frames.append(traceback.FrameSummary(*place))
+        location = (error.filename or "<unknown>", error.lineno or 0, "<module>")
+        frames.append(traceback.FrameSummary(*location))
     # The text of a data-loading worker's error contains its traceback.
     for file, line, name in _FRAME.findall(str(error)):
         frames.append(traceback.FrameSummary(file, int(line), name))
@@ -192,10 +194,10 @@ def _frames(error: BaseException) -> traceback.StackSummary:
 
 def causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an error, then its causes, most recent first."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
+    while current is not None and id(current) not in visited:
+        visited.add(id(current))
         yield current
         # Exceptions of users may be falsy, such as those that are sequences.
         following = None if current.__suppress_context__ else current.__context__

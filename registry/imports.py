@@ -43,37 +43,37 @@ def import_path(path: str) -> Any:
     Raises:
         ImportError: the object cannot be imported; the message names the part and the reason.
     """
-    parts = path.split(".")
-    if not all(part.isidentifier() for part in parts):
+    names = path.split(".")
+    if not all(name.isidentifier() for name in names):
         raise ImportError(f"{shown_value(path)} is not an import path such as package.module.Name")
-    module, rest = _import_longest(parts)
-    found: Any = module
-    for at, part in enumerate(rest, start=len(parts) - len(rest)):
+    module, remaining = _import_longest(names)
+    value: Any = module
+    for at, name in enumerate(remaining, start=len(names) - len(remaining)):
         try:
-            found = getattr(found, part)
+            value = getattr(value, name)
         except AttributeError as error:
-            owner = shortened(".".join(parts[:at]))
-            hint = did_you_mean(part, [n for n in dir(found) if not n.startswith("_")])
-            raise ImportError(f"{owner} has no {shortened(part)}{hint}") from error
-    return found
+            owner = shortened(".".join(names[:at]))
+            hint = did_you_mean(name, [n for n in dir(value) if not n.startswith("_")])
+            raise ImportError(f"{owner} has no {shortened(name)}{hint}") from error
+    return value
 
 
-def _import_longest(parts: Sequence[str]) -> tuple[ModuleType, Sequence[str]]:
+def _import_longest(names: Sequence[str]) -> tuple[ModuleType, Sequence[str]]:
     try:
-        module = _import(parts[0], "cannot be imported")
+        module = _import(names[0], "cannot be imported")
     except _AbsentError as error:
-        hint = f"if it is your code, {_where_to_run(parts[:-1] or parts)}"
-        if parts[0] in _EXTRAS:
-            hint = f"pip install 'stepwrap[{_EXTRAS[parts[0]]}]'"
-        raise ImportError(f"package {shortened(parts[0])} is not installed; {hint}") from error
-    for at, part in enumerate(parts[1:], start=1):
-        present = getattr(module, part, None)
+        hint = f"if it is your code, {_where_to_run(names[:-1] or names)}"
+        if names[0] in _EXTRAS:
+            hint = f"pip install 'stepwrap[{_EXTRAS[names[0]]}]'"
+        raise ImportError(f"package {shortened(names[0])} is not installed; {hint}") from error
+    for at, name in enumerate(names[1:], start=1):
+        present = getattr(module, name, None)
         if present is not None and not isinstance(present, ModuleType):
-            return module, parts[at:]
+            return module, names[at:]
         try:
-            module = _import(".".join(parts[: at + 1]), "cannot be imported")
+            module = _import(".".join(names[: at + 1]), "cannot be imported")
         except _AbsentError:
-            return module, parts[at:]
+            return module, names[at:]
     return module, ()
 
 
@@ -115,9 +115,9 @@ class ModuleSources:
     def find(self, name: str) -> Callable[..., Any] | None:
         """Return the class with that name from the first namespace that has one."""
         for namespace in self.namespaces:
-            found = getattr(self._load(namespace), name, None)
-            if inspect.isclass(found) and self._offers(namespace, name, found):
-                return found
+            member = getattr(self._load(namespace), name, None)
+            if inspect.isclass(member) and self._offers(namespace, name, member):
+                return member
         return None
 
     def names(self) -> list[str]:
@@ -126,18 +126,18 @@ class ModuleSources:
         return [
             name
             for namespace in self.namespaces
-            for name, one in self._classes(namespace).items()
-            if issubclass(one, base)
+            for name, member in self._classes(namespace).items()
+            if issubclass(member, base)
         ]
 
     def summaries(self, namespace: str) -> dict[str, str]:
         """Return the first docstring lines of a namespace's public classes by name."""
         classes = self._classes(namespace).items()
-        return {name: (one.__doc__ or "").strip().partition("\n")[0] for name, one in classes}
+        return {name: (member.__doc__ or "").strip().partition("\n")[0] for name, member in classes}
 
     def _classes(self, namespace: str) -> dict[str, type]:
         members = inspect.getmembers(self._load(namespace), inspect.isclass)
-        return {name: one for name, one in members if self._offers(namespace, name, one)}
+        return {name: member for name, member in members if self._offers(namespace, name, member)}
 
     def _offers(self, namespace: str, name: str, value: object) -> bool:
         if name.startswith("_"):
@@ -199,8 +199,8 @@ def _absent(name: str) -> str:
     return f"the module {shortened(name)} was not found in {Path.cwd()}; {hint}"
 
 
-def _where_to_run(parts: Sequence[str]) -> str:
-    top = f"{parts[0]}/" if len(parts) > 1 else f"{parts[0]}.py"
+def _where_to_run(names: Sequence[str]) -> str:
+    top = f"{names[0]}/" if len(names) > 1 else f"{names[0]}.py"
     return f"run this from the folder that contains {shortened(top)}"
 
 
@@ -211,16 +211,16 @@ def import_entry(entry: str) -> None:
         return
     find_entry(entry)
     path = Path(entry).resolve()
-    parts = [] if path.name == "__init__.py" else [path.stem]
+    names = [] if path.name == "__init__.py" else [path.stem]
     folder = path.parent
     while (folder / "__init__.py").is_file():
-        parts.insert(0, folder.name)
+        names.insert(0, folder.name)
         folder = folder.parent
     make_importable(folder)
-    module = _import(".".join(parts), "failed to import")
+    module = _import(".".join(names), "failed to import")
     if Path(module.__file__ or "").resolve() != path:
-        what = f"{path} cannot be imported as {module.__name__}, which is {module.__file__}"
-        raise ImportError(what)
+        message = f"{path} cannot be imported as {module.__name__}, which is {module.__file__}"
+        raise ImportError(message)
 
 
 def make_importable(folder: Path) -> None:
@@ -238,16 +238,20 @@ def make_found_in(folder: Path, modules: Iterable[str]) -> None:
 
 def folders_of(modules: Iterable[str]) -> list[str]:
     """Return the folders from which the user's modules among ``modules`` were imported."""
-    found: dict[str, None] = {}
+    folders: dict[str, None] = {}
     for top in {name.partition(".")[0]: None for name in modules}:
         spec = getattr(sys.modules.get(top), "__spec__", None)
         if spec is None or top == __package__.partition(".")[0]:
             continue
-        places = spec.submodule_search_locations or [spec.origin or ""]
+        locations = spec.submodule_search_locations or [spec.origin or ""]
         # Built-in modules and packages found by an editable install's hook have no file.
-        files = [os.path.abspath(one) for one in places if one and os.path.exists(one)]
-        found |= dict.fromkeys(os.path.dirname(one) for one in files if is_users_file(one))
-    return [*found]
+        files = [
+            os.path.abspath(location)
+            for location in locations
+            if location and os.path.exists(location)
+        ]
+        folders |= dict.fromkeys(os.path.dirname(file) for file in files if is_users_file(file))
+    return [*folders]
 
 
 def where_defined(name: str) -> list[str]:
@@ -260,19 +264,19 @@ def where_defined(name: str) -> list[str]:
     """
     if not name.isidentifier():
         return []
-    wanted = re.compile(rf"^\s*(?:class|def)\s+{re.escape(name)}\b", re.MULTILINE)
-    found: list[str] = []
+    definition = re.compile(rf"^\s*(?:class|def)\s+{re.escape(name)}\b", re.MULTILINE)
+    definitions: list[str] = []
     for path in islice(_source_files(Path.cwd()), _MAX_FILES):
-        if len(found) >= _MAX_PROPOSALS:
+        if len(definitions) >= _MAX_PROPOSALS:
             break
         try:
             text = path.read_text(encoding="utf-8")
-            if name in text and wanted.search(text):
-                found += _definitions_in(ast.parse(text), name, path.relative_to(Path.cwd()))
+            if name in text and definition.search(text):
+                definitions += _definitions_in(ast.parse(text), name, path.relative_to(Path.cwd()))
         except (OSError, ValueError, SyntaxError, RecursionError):
             # A file that cannot be read or parsed cannot be imported either.
             continue
-    return found[:_MAX_PROPOSALS]
+    return definitions[:_MAX_PROPOSALS]
 
 
 def _source_files(root: Path) -> Iterator[Path]:
@@ -281,7 +285,7 @@ def _source_files(root: Path) -> Iterator[Path]:
     folders = [root]
     for _ in range(_MAX_DEPTH):
         below: list[Path] = []
-        for entry in (one for folder in folders for one in _entries(folder)):
+        for entry in (entry_path for folder in folders for entry_path in _entries(folder)):
             if time.monotonic() > stop:
                 return
             if entry.suffix not in ("", ".py") or not entry.stem.isidentifier():
@@ -309,20 +313,23 @@ def _is_top(path: Path) -> bool:
     """
     loaded = getattr(sys.modules.get(path.stem), "__spec__", None)
     spec = loaded or PathFinder.find_spec(path.stem, [str(path.parent), *sys.path])
-    found = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
-    return str(path) in found
+    locations = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    return str(path) in locations
 
 
 def _definitions_in(tree: ast.Module, name: str, path: Path) -> Iterator[str]:
     module = ".".join(path.with_suffix("").parts)
     # Read `__dict__`: getattr may make a lazy module import something.
-    loaded = [getattr(one, "__dict__", {}).get("__file__") for one in list(sys.modules.values())]
+    loaded = [
+        getattr(loaded_module, "__dict__", {}).get("__file__")
+        for loaded_module in list(sys.modules.values())
+    ]
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             kind = "class" if isinstance(node, ast.ClassDef) else "function"
             advice = f"but was never imported: write type: {module}.{name}"
             if str(path.absolute()) in loaded:
                 advice = f"but is not registered here: write type: {module}.{name}"
-            elif any("register_module" in ast.dump(one) for one in node.decorator_list):
+            elif any("register_module" in ast.dump(decorator) for decorator in node.decorator_list):
                 advice = f"but was never imported: add {module} to imports"
             yield f"{kind} {name} is defined in {path}:{node.lineno} {advice}"

@@ -135,10 +135,10 @@ def _section(section: type) -> Schema:
     """Return the schema of a dataclass of settings."""
     hints = get_type_hints(section)
     meanings = documented_items(inspect.getdoc(section) or "", "Attributes")
-    settings = {one.name: _setting(one, hints[one.name]) for one in fields(section)}
+    settings = {setting.name: _setting(setting, hints[setting.name]) for setting in fields(section)}
     for name, text in meanings.items():
-        for one in name.split(", "):
-            settings[one]["description"] = text
+        for setting_name in name.split(", "):
+            settings[setting_name]["description"] = text
     settings[DELETE] = {"const": True, "description": "Replace the section of the base file."}
     return {"type": "object", "properties": settings, "additionalProperties": False}
 
@@ -146,13 +146,15 @@ def _section(section: type) -> Schema:
 def _setting(setting: Field[Any], hint: Any) -> Schema:
     """Return the schema of a field, which a YAML file may set to ``${...}`` as well."""
     hints = options_of(hint)
-    section = next((one for one in hints if is_dataclass(one)), None)
+    section = next((option for option in hints if is_dataclass(option)), None)
     if isinstance(section, type):
         # A component has a type; without one, unknown settings are mistakes.
         is_section: Schema = {"type": "object"}
         if dict[str, Any] in hints:
             is_section["not"] = {"required": ["type"]}
-        kinds = {_TYPES[get_origin(one) or one] for one in hints if not is_dataclass(one)}
+        kinds = {
+            _TYPES[get_origin(option) or option] for option in hints if not is_dataclass(option)
+        }
         full = {"type": sorted(kinds | {"object", "null", "string"}), "if": is_section}
         single = {**full, "then": _section(section)}
         # Other keys are the names of sets.
@@ -161,8 +163,8 @@ def _setting(setting: Field[Any], hint: Any) -> Schema:
     options = [_value(option, setting.metadata) for option in hints]
     if str not in hints:
         options.append(_INTERPOLATION)
-    found: Schema = {"anyOf": options} if len(options) > 1 else options[0]
-    return found if setting.default is MISSING else {**found, "default": setting.default}
+    schema: Schema = {"anyOf": options} if len(options) > 1 else options[0]
+    return schema if setting.default is MISSING else {**schema, "default": setting.default}
 
 
 def _value(hint: Any, metadata: Mapping[str, Any]) -> Schema:
@@ -171,12 +173,12 @@ def _value(hint: Any, metadata: Mapping[str, Any]) -> Schema:
         return _section(hint)
     if get_origin(hint) is Literal:
         return {"enum": list(get_args(hint))}
-    found: Schema = {"type": _TYPES[get_origin(hint) or hint]}
+    schema: Schema = {"type": _TYPES[get_origin(hint) or hint]}
     if get_origin(hint) is list:
-        found["items"] = _value(get_args(hint)[0], {})
+        schema["items"] = _value(get_args(hint)[0], {})
     if hint in (int, float) and "minimum" in metadata:
-        found["minimum"] = metadata["minimum"]
-    return found
+        schema["minimum"] = metadata["minimum"]
+    return schema
 
 
 def _component(entries: list[Registration], *, is_closed: bool) -> Schema:
@@ -186,7 +188,7 @@ def _component(entries: list[Registration], *, is_closed: bool) -> Schema:
         is_closed: whether our classes have no further arguments.
     """
     names = sorted({name for entry in entries for name in (entry.name, *entry.aliases)})
-    found: Schema = {"properties": {"type": {"anyOf": [{"enum": names}, {"type": "string"}]}}}
+    schema: Schema = {"properties": {"type": {"anyOf": [{"enum": names}, {"type": "string"}]}}}
     by_type = [
         {
             "if": {
@@ -199,7 +201,7 @@ def _component(entries: list[Registration], *, is_closed: bool) -> Schema:
         if entry.arguments
     ]
     # A schema must not have an empty allOf.
-    return {**found, "allOf": by_type} if by_type else found
+    return {**schema, "allOf": by_type} if by_type else schema
 
 
 def _check_without_type(component: Schema, entries: list[Registration]) -> None:
@@ -279,8 +281,8 @@ def _hooks(entries: list[Registration]) -> Schema:
 def _with_ours(registry: str, section: type) -> Schema:
     """Return the schema of a component whose dict may also have settings of ``section``."""
     ours = {
-        name: one
-        for name, one in _section(section)["properties"].items()
+        name: setting
+        for name, setting in _section(section)["properties"].items()
         if name in (*METRIC_KEYS, *SCHEDULER_KEYS)
     }
     return {**_component_ref(registry), "properties": ours}
@@ -288,6 +290,6 @@ def _with_ours(registry: str, section: type) -> Schema:
 
 def _schedulers() -> Schema:
     """Return the schema of one scheduler or a list."""
-    one = _with_ours("PARAM_SCHEDULERS", SchedulerSection)
-    is_list = {"if": {"type": "array"}, "then": {"items": one}, "else": one}
+    scheduler = _with_ours("PARAM_SCHEDULERS", SchedulerSection)
+    is_list = {"if": {"type": "array"}, "then": {"items": scheduler}, "else": scheduler}
     return {"type": ["array", "object", "null", "string"], **is_list}

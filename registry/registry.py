@@ -117,8 +117,8 @@ class Registry:
     @staticmethod
     def split_scope_key(key: str) -> tuple[str | None, str]:
         """Return the scope before the first dot (None without a dot) and the rest of the key."""
-        scope, dot, rest = key.partition(".")
-        return (scope, rest) if dot else (None, key)
+        scope, dot, name = key.partition(".")
+        return (scope, name) if dot else (None, key)
 
     @overload
     def register_module(
@@ -154,7 +154,7 @@ class Registry:
             raise TypeError(f"force must be a boolean, but got {_kind(force)}")
         names = [name] if isinstance(name, str) else name
         if not isinstance(names, Sequence | None) or not all(
-            isinstance(one, str) for one in names or ()
+            isinstance(alias, str) for alias in names or ()
         ):
             raise TypeError(
                 "name must be None, an instance of str, or a sequence of str, "
@@ -175,18 +175,18 @@ class Registry:
         """
         if not isinstance(key, str):
             raise TypeError(f"The key argument of `Registry.get` must be a str, got {_kind(key)}")
-        found = _find(self, key)
-        if found is None and "." in key:
+        target = _find(self, key)
+        if target is None and "." in key:
             with suppress(ImportError):
-                found = import_path(key)
-        return found if callable(found) else None
+                target = import_path(key)
+        return target if callable(target) else None
 
     def resolve(self, key: str) -> Any:
         """Return the class or function that ``key`` names, or raise a KeyError with the reason."""
-        found = self.get(key)
-        if found is None:
+        target = self.get(key)
+        if target is None:
             raise missed(self, key)
-        return found
+        return target
 
     def build(self, cfg: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Build an object from ``cfg`` by ``build_func(cfg, *args, **kwargs, registry=self)``."""
@@ -195,11 +195,11 @@ class Registry:
     def at_scope(self, scope: str | None) -> "Registry":
         """Return the family's registry with that scope (this one for None), or raise KeyError."""
         family = list(self.family())
-        found = next((member for member in family if scope in (None, member.scope)), None)
-        if found is None:
+        scoped = next((member for member in family if scope in (None, member.scope)), None)
+        if scoped is None:
             scopes = ", ".join(member.scope for member in family)
             raise RegistryKeyError(f"{self.name} has no scope {scope!r}; its scopes are {scopes}")
-        return found
+        return scoped
 
     @contextmanager
     def switch_scope_and_registry(self, scope: str | None) -> Iterator["Registry"]:
@@ -210,8 +210,8 @@ class Registry:
         ``DefaultScope`` if it is in use. If the family has no such scope, this registry is yielded.
         """
         with _mmengine_scope(scope) as theirs:
-            wanted = scope or _switched_to.get() or theirs
-            found = next((member for member in self.family() if member.scope == wanted), None)
+            chosen_scope = scope or _switched_to.get() or theirs
+            found = next((member for member in self.family() if member.scope == chosen_scope), None)
             if found is None and scope is not None:
                 _log.warning("%s has no scope %r: %s is used", self.name, scope, self.scope)
             token = _switched_to.set(scope or _switched_to.get())
@@ -277,14 +277,14 @@ def _tree(registry: Registry) -> Iterator[Registry]:
 
 
 def _find(registry: Registry, key: str) -> Any:
-    scope, rest = registry.split_scope_key(key)
+    scope, name = registry.split_scope_key(key)
     if scope is None:
-        found = (_own(member, key) for member in _lineage(registry))
-        return next((one for one in found if one is not None), None)
+        targets = (_own(member, key) for member in _lineage(registry))
+        return next((target for target in targets if target is not None), None)
     if scope == registry.scope:
-        return _own(registry, rest)
+        return _own(registry, name)
     if scope in registry.children:
-        return _find(registry.children[scope], rest)
+        return _find(registry.children[scope], name)
     root = registry.root
     if root is registry or scope not in {root.scope, *root.children}:
         return None
@@ -295,8 +295,8 @@ def _own(registry: Registry, name: str) -> Any:
     if name not in registry.module_dict:
         registry.sources.load_locations()
     name = name if name in registry.module_dict else registry.aliases.get(name, name)
-    found = registry.module_dict.get(name)
-    return registry.sources.find(name) if found is None else found
+    target = registry.module_dict.get(name)
+    return registry.sources.find(name) if target is None else target
 
 
 def _add(registry: Registry, target: T, names: Sequence[str] | None, force: bool) -> T:
@@ -314,12 +314,12 @@ def _add(registry: Registry, target: T, names: Sequence[str] | None, force: bool
 
 def _is_stale(present: object, target: object) -> bool:
     """Return whether ``present`` is from an earlier, failed import of the module of ``target``."""
-    (module, name), new = (
-        (getattr(one, "__module__", ""), getattr(one, "__qualname__", ""))
-        for one in (present, target)
+    (module, name), identity = (
+        (getattr(definition, "__module__", ""), getattr(definition, "__qualname__", ""))
+        for definition in (present, target)
     )
     is_gone = "<" not in name and getattr(sys.modules.get(module), name, None) is None
-    return is_gone and (module, name) == new
+    return is_gone and (module, name) == identity
 
 
 def missed(registry: Registry, key: str) -> RegistryKeyError:
@@ -328,7 +328,7 @@ def missed(registry: Registry, key: str) -> RegistryKeyError:
     If modules failed to import, the message begins with them: they may be the only reason. It also
     contains similar names, and the files that define the name.
     """
-    first: list[ImportError] = []
+    import_failures: list[ImportError] = []
     remarks: list[str] = []
     is_other_kind = False
     package, dot, _ = key.partition(".")
@@ -337,26 +337,28 @@ def missed(registry: Registry, key: str) -> RegistryKeyError:
         try:
             import_path(key)
         except FailedImportError as error:
-            first = [error]
+            import_failures = [error]
         except ImportError as error:
             remarks = [shortened(str(error), 200)]
         else:
             is_other_kind = True
             remarks = [f"{shortened(key)} can be imported but is neither a class nor a function"]
     related = f" (scopes {', '.join(scopes)})" if len(scopes) > 1 else ""
-    what = f"{shortened(key)} is not in the {registry.scope}::{registry.name} registry{related}"
-    if not first and not is_other_kind:
-        what += _near_names(registry, key)
+    message = f"{shortened(key)} is not in the {registry.scope}::{registry.name} registry{related}"
+    if not import_failures and not is_other_kind:
+        message += _near_names(registry, key)
     for member in _lineage(registry):
         for name, failure in member.sources.failures.items():
             # Locations must be importable; the packages of namespaces may not be installed.
             if name in member.sources.locations:
-                first.append(failure)
+                import_failures.append(failure)
             else:
                 remarks.append(str(failure))
     definitions = where_defined(key.rpartition(".")[2])
-    missing = RegistryKeyError("; ".join([*map(str, first), what, *remarks, *definitions]))
-    missing.__cause__ = first[0] if first else None
+    missing = RegistryKeyError(
+        "; ".join([*map(str, import_failures), message, *remarks, *definitions])
+    )
+    missing.__cause__ = import_failures[0] if import_failures else None
     return missing
 
 
@@ -411,18 +413,18 @@ def build_model_from_cfg(
     """Build a model like ``build_from_cfg``, or an ``nn.Sequential`` from a list of configs."""
     if not isinstance(cfg, list):
         return build_from_cfg(cfg, registry, default_args)
-    parts = [build_from_cfg(part, registry, default_args) for part in cfg]
+    layers = [build_from_cfg(layer_cfg, registry, default_args) for layer_cfg in cfg]
     # Imported late: this module must be fast to import.
-    return import_module("torch.nn").Sequential(*parts)
+    return import_module("torch.nn").Sequential(*layers)
 
 
-def find_type(wanted: Any, table: Registry) -> Any:
+def find_type(kind: Any, table: Registry) -> Any:
     """Return the class or function of a ``type``; look it up if it is a string."""
-    if isinstance(wanted, str):
-        wanted = table.resolve(wanted)
-    if not callable(wanted):
-        raise TypeError(f"type must be a str or valid type, but got {_kind(wanted)}")
-    return wanted
+    if isinstance(kind, str):
+        kind = table.resolve(kind)
+    if not callable(kind):
+        raise TypeError(f"type must be a str or valid type, but got {_kind(kind)}")
+    return kind
 
 
 def find_component(cfg: Mapping[str, Any], registry: Registry) -> Any:
@@ -460,7 +462,7 @@ def merged(cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None) -> di
     # items() makes mmengine's lazy configs import their types.
     args = {**dict((default_args or {}).items()), **dict(cfg.items())}
     if "type" not in args:
-        given = ", ".join(str(key) for key in args) or "nothing"
-        what = '`cfg` or `default_args` must contain the key "type", but got'
-        raise RegistryKeyError(f"{what} {given}")
+        keys = ", ".join(str(key) for key in args) or "nothing"
+        message = '`cfg` or `default_args` must contain the key "type", but got'
+        raise RegistryKeyError(f"{message} {keys}")
     return args

@@ -58,16 +58,18 @@ def list_registrations(registry_name: str | None = None) -> dict[str, list[Regis
     Raises:
         KeyError: the registry does not exist.
     """
-    wanted = REGISTRIES
+    registries = REGISTRIES
     if registry_name is not None:
         name = registry_name.upper()
         if name not in REGISTRIES:
             hint = did_you_mean(name, REGISTRIES) or f"; they are {', '.join(REGISTRIES)}"
             raise RegistryKeyError(f"unknown registry {registry_name}{hint}")
-        wanted = {name: REGISTRIES[name]}
-    locations = {place for registry in wanted.values() for place in registry.sources.locations}
-    found = [pair for place in sorted(locations) for pair in _registered_in(place)]
-    return {name: _entries(registry, found) for name, registry in wanted.items()}
+        registries = {name: REGISTRIES[name]}
+    locations = {
+        location for registry in registries.values() for location in registry.sources.locations
+    }
+    registrations = [pair for location in sorted(locations) for pair in _registered_in(location)]
+    return {name: _entries(registry, registrations) for name, registry in registries.items()}
 
 
 def traverse_registry_tree(registry: Registry, verbose: bool = True) -> list[dict[str, Any]]:
@@ -107,16 +109,20 @@ def count_registered_modules(
     Returns:
         A dict with ``scan_date``, and ``registries``: the list of each registry by its name.
     """
-    found = {name: traverse_registry_tree(one, verbose) for name, one in REGISTRIES.items()}
-    counted = {"scan_date": f"{datetime.now():%Y-%m-%d %H:%M:%S}", "registries": found}
+    counts = {
+        name: traverse_registry_tree(registry, verbose) for name, registry in REGISTRIES.items()
+    }
+    counted = {"scan_date": f"{datetime.now():%Y-%m-%d %H:%M:%S}", "registries": counts}
     if save_path is not None:
         file = Path(save_path, "modules_statistic_results.json")
         file.write_text(json.dumps(counted, indent=2), encoding="utf-8")
     return counted
 
 
-def _entries(registry: Registry, found: list[tuple[str, Registration]]) -> list[Registration]:
-    entries = {entry.name: entry for owner, entry in found if owner == registry.name}
+def _entries(
+    registry: Registry, registrations: list[tuple[str, Registration]]
+) -> list[Registration]:
+    entries = {entry.name: entry for owner, entry in registrations if owner == registry.name}
     for namespace in registry.sources.namespaces:
         for entry in _offered_by(namespace):
             entries.setdefault(entry.name, entry)
@@ -179,8 +185,8 @@ def make_classes() -> dict[str, dict[str, str]]:
         return {**classes, "peft": read_table().classes["peft"]}
     # peft also has classes of models, which are not adapters.
     registry = REGISTRIES["ADAPTERS"]
-    found = registry.sources.summaries("peft")
-    return {**classes, "peft": {name: found[name] for name in registry.sources.names()}}
+    summaries = registry.sources.summaries("peft")
+    return {**classes, "peft": {name: summaries[name] for name in registry.sources.names()}}
 
 
 def _installed() -> dict[str, str]:
@@ -190,33 +196,41 @@ def _installed() -> dict[str, str]:
 
 def _registered_in(location: str) -> Iterator[tuple[str, Registration]]:
     """Yield (registry name, registration) for one of our modules, or the files of a package."""
-    place = _ROOT.joinpath(*location.split(".")[1:])
-    for path in sorted(place.rglob("*.py")) or [place.with_suffix(".py")]:
+    root = _ROOT.joinpath(*location.split(".")[1:])
+    for path in sorted(root.rglob("*.py")) or [root.with_suffix(".py")]:
         text = path.read_text(encoding="utf-8")
         if _REGISTER in text:
-            parts = ("stepwrap", *path.relative_to(_ROOT).with_suffix("").parts)
-            module = ".".join(parts).removesuffix(".__init__")
+            components = ("stepwrap", *path.relative_to(_ROOT).with_suffix("").parts)
+            module = ".".join(components).removesuffix(".__init__")
             yield from _registered_by(ast.parse(text), module)
 
 
 def _registered_by(tree: ast.Module, module: str) -> Iterator[tuple[str, Registration]]:
     """Yield the registrations that decorators ``@REGISTRY.register_module(name=[...])`` make."""
-    definitions = [one for one in tree.body if isinstance(one, ast.ClassDef | ast.FunctionDef)]
-    for node, call in [(one, call) for one in definitions for call in one.decorator_list]:
+    definitions = [
+        definition
+        for definition in tree.body
+        if isinstance(definition, ast.ClassDef | ast.FunctionDef)
+    ]
+    for node, call in [
+        (definition, call) for definition in definitions for call in definition.decorator_list
+    ]:
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
             continue
         registry, entry = call.func.value, _described(node, module)
         if call.func.attr == _REGISTER and isinstance(registry, ast.Name):
-            given = [word.value for word in call.keywords if word.arg == "name"]
-            names = ast.literal_eval(given[0]) if given else node.name
-            first, *aliases = [names] if isinstance(names, str) else names
-            yield registry.id, entry._replace(name=first, aliases=tuple(aliases))
+            name_values = [word.value for word in call.keywords if word.arg == "name"]
+            names = ast.literal_eval(name_values[0]) if name_values else node.name
+            main_name, *aliases = [names] if isinstance(names, str) else names
+            yield registry.id, entry._replace(name=main_name, aliases=tuple(aliases))
 
 
 def _described(node: ast.ClassDef | ast.FunctionDef, module: str) -> Registration:
     text = ast.get_docstring(node) or ""
-    functions = [one for one in (node, *node.body) if isinstance(one, ast.FunctionDef)]
-    makers = [one for one in functions if one is node or one.name == "__init__"]
+    functions = [
+        function for function in (node, *node.body) if isinstance(function, ast.FunctionDef)
+    ]
+    makers = [function for function in functions if function is node or function.name == "__init__"]
     meanings = documented_items(text, "Args")
     arguments = tuple(
         (declaration, meanings.get(declaration.partition(":")[0], ""))
@@ -238,20 +252,20 @@ def _declarations(arguments: ast.arguments) -> Iterator[str]:
 
 def documented_items(docstring: str, section: str) -> dict[str, str]:
     """Return the text about each name in a section of a docstring, such as "Args"."""
-    items = re.findall(
+    entries = re.findall(
         r"^    ([\w, ]+): (.*(?:\n     .*)*)",
         docstring.partition(f"\n{section}:\n")[2].partition("\n\n")[0],
         re.MULTILINE,
     )
-    return {name: " ".join(text.split()) for name, text in items}
+    return {name: " ".join(text.split()) for name, text in entries}
 
 
 def write_table() -> None:
     """Write namespaces.json for the installed versions; keep other versions with equal classes."""
-    known, classes = read_table(), make_classes()
-    others = known.versions if known.classes == classes else {}
+    stored, classes = read_table(), make_classes()
+    earlier = stored.versions if stored.classes == classes else {}
     versions = {
-        name: sorted({*others.get(name, ()), release}) for name, release in _installed().items()
+        name: sorted({*earlier.get(name, ()), release}) for name, release in _installed().items()
     }
     table = {"versions": versions, "classes": classes}
     _TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")

@@ -42,10 +42,10 @@ def build_tree(
         KeyError: see ``build_from_cfg``.
         Exception: any error of a constructor, with notes.
     """
-    wanted = merged(cfg, default_args)["type"]
-    own = dict(cfg.items())
-    table = registry.at_scope(own.get("_scope_"))
-    return _call(find_type(wanted, table), own, table, default_args or {})
+    kind = merged(cfg, default_args)["type"]
+    settings = dict(cfg.items())
+    table = registry.at_scope(settings.get("_scope_"))
+    return _call(find_type(kind, table), settings, table, default_args or {})
 
 
 def nested_table(cfg: Mapping[str, Any], registry: Registry) -> Registry:
@@ -64,36 +64,36 @@ def nested_table(cfg: Mapping[str, Any], registry: Registry) -> Registry:
     return registry.at_scope(scope)
 
 
-def find_nested(wanted: Any, registry: Registry) -> tuple[Any, bool]:
+def find_nested(kind: Any, registry: Registry) -> tuple[Any, bool]:
     """Return the object of a nested ``type`` and whether it is from the same registry.
 
     Raises:
         KeyError: the type is not found; the text lists the registries that were searched.
     """
-    if not isinstance(wanted, str):
-        return find_type(wanted, registry), False
-    found = look_up_nested(wanted, registry)
-    if found is not None:
-        return found
-    missing = missed(registry, wanted)
+    if not isinstance(kind, str):
+        return find_type(kind, registry), False
+    resolved = look_up_nested(kind, registry)
+    if resolved is not None:
+        return resolved
+    missing = missed(registry, kind)
     text = str(missing)
-    scope, _ = registry.split_scope_key(wanted)
+    scope, _ = registry.split_scope_key(kind)
     for other in _looked_in_next(registry):
         if scope not in {None, *(member.scope for member in other.family())}:
             # An import path means the same in every registry.
             continue
         # Only suggest very similar names of another registry.
-        near = "" if missing.__cause__ else did_you_mean(wanted, other.names(), cutoff=0.8)
+        near = "" if missing.__cause__ else did_you_mean(kind, other.names(), cutoff=0.8)
         text += f"; nor is it in {other.name}{near}"
     raise RegistryKeyError(text) from missing.__cause__
 
 
-def look_up_nested(wanted: str, registry: Registry) -> tuple[Any, bool] | None:
+def look_up_nested(name: str, registry: Registry) -> tuple[Any, bool] | None:
     """Return the result of ``find_nested`` for a name, None if it is not found."""
     for table in (registry, *_looked_in_next(registry)):
-        found = table.get(wanted)
-        if found is not None:
-            return found, table is registry
+        target = table.get(name)
+        if target is not None:
+            return target, table is registry
     return None
 
 
@@ -107,12 +107,12 @@ def _looked_in_next(registry: Registry) -> list[Registry]:
     ]
 
 
-def find_reference(wanted: Any, registry: Registry) -> Any:
+def find_reference(name: Any, registry: Registry) -> Any:
     """Return the object that a ``_ref_`` names, by registered name or import path, or raise."""
-    if isinstance(wanted, str) and "." in wanted:
+    if isinstance(name, str) and "." in name:
         with suppress(ImportError):
-            return import_path(wanted)
-    return find_nested(wanted, registry)[0]
+            return import_path(name)
+    return find_nested(name, registry)[0]
 
 
 def nested_runtime(target: Any, supplied: Mapping[str, Any], same: bool) -> dict[str, Any]:
@@ -127,17 +127,17 @@ def supply_where_taken(cfg: Any, registry: Registry, name: str, value: Any) -> A
     It is added to the dicts that ``build_tree`` would build.
     """
     if isinstance(cfg, list | tuple):
-        return [supply_where_taken(item, registry, name, value) for item in cfg]
+        return [supply_where_taken(entry, registry, name, value) for entry in cfg]
     if not isinstance(cfg, Mapping) or cfg.get("_raw_") is True:
         return cfg
     if "type" not in cfg:
-        return {key: supply_where_taken(one, registry, name, value) for key, one in cfg.items()}
+        return {key: supply_where_taken(entry, registry, name, value) for key, entry in cfg.items()}
     table = nested_table(cfg, registry)
     target = find_nested(cfg["type"], table)[0]
     plain = plain_names(target)
     filled = {
-        key: one if key in plain else supply_where_taken(one, table, name, value)
-        for key, one in cfg.items()
+        key: entry if key in plain else supply_where_taken(entry, table, name, value)
+        for key, entry in cfg.items()
     }
     return {name: value, **filled} if name in parameters_of(target) else filled
 
@@ -146,11 +146,11 @@ def _call(
     target: Any, cfg: Mapping[str, Any], registry: Registry, defaults: Mapping[str, Any]
 ) -> Any:
     runtime = {key: value for key, value in defaults.items() if key != "type"}
-    own = {key: value for key, value in cfg.items() if key not in ("type", "_scope_")}
-    check_arguments(target, [*runtime, *own])
+    settings = {key: value for key, value in cfg.items() if key not in ("type", "_scope_")}
+    check_arguments(target, [*runtime, *settings])
     plain, hints = plain_names(target), annotations_of(target)
     built = {}
-    for key, value in own.items():
+    for key, value in settings.items():
         with under_key(key):
             if key in plain:
                 built[key] = _unmarked(value)
@@ -159,17 +159,17 @@ def _call(
                 built[key] = torch.tensor(value, dtype=torch.float32)
             else:
                 built[key] = _built(value, registry, runtime)
-    with registry.switch_scope_and_registry(cfg.get("_scope_")), _blaming(target, own):
+    with registry.switch_scope_and_registry(cfg.get("_scope_")), _blaming(target, settings):
         return target(**{**runtime, **built})
 
 
 @contextmanager
-def _blaming(target: Any, given: Mapping[str, Any]) -> Iterator[None]:
+def _blaming(target: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
     """If an error of ``target`` names an argument, store its key and add a suggestion as a note."""
     try:
         yield
     except Exception as error:
-        name, meant = blame(target, given.keys(), str(error))
+        name, meant = blame(target, arguments.keys(), str(error))
         if meant:
             # The same as `add_note`, which Python 3.10 does not have.
             vars(error).setdefault("__notes__", []).append(f"did you mean {meant}?")
@@ -179,7 +179,7 @@ def _blaming(target: Any, given: Mapping[str, Any]) -> Iterator[None]:
 
 def _built(value: Any, registry: Registry, runtime: Mapping[str, Any]) -> Any:
     if isinstance(value, list | tuple):
-        return [_built_at(str(at), item, registry, runtime) for at, item in enumerate(value)]
+        return [_built_at(str(at), entry, registry, runtime) for at, entry in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
     if value.get("_raw_") is True:
@@ -238,23 +238,23 @@ def find_transform(setting: Any) -> Callable[..., Any] | None:
 def _find_function(
     setting: Any, example: str, arguments: Sequence[str], remedy: str = ""
 ) -> Callable[..., Any]:
-    given = setting if isinstance(setting, Mapping) else {"type": setting}
-    options = {key: value for key, value in given.items() if key != "type"}
-    path = given.get("type")
+    section = setting if isinstance(setting, Mapping) else {"type": setting}
+    options = {key: value for key, value in section.items() if key != "type"}
+    path = section.get("type")
     if not isinstance(path, str):
         raise TypeError(f"must be the import path of a function, such as {example}")
-    found = import_path(path)
-    if isinstance(found, type) or not callable(found):
+    function = import_path(path)
+    if isinstance(function, type) or not callable(function):
         raise TypeError(f"{path} is not a function{remedy}")
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(function)
     except ValueError:
         # Many functions of torch have none.
-        return partial(found, **options) if options else found
+        return partial(function, **options) if options else function
     try:
         signature.bind(*arguments, **options)
     except TypeError as error:
         raise TypeError(
             f"{path} is called with ({', '.join(arguments)}) and the further options: {error}"
         ) from error
-    return partial(found, **options) if options else found
+    return partial(function, **options) if options else function

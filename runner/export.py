@@ -103,7 +103,7 @@ class _TensorForward(nn.Module):
 
 
 def _name(path: Sequence[Any]) -> str:
-    keys = [getattr(one, "key", getattr(one, "idx", one)) for one in path]
+    keys = [getattr(key, "key", getattr(key, "idx", key)) for key in path]
     return "_".join(f"input{key}" if isinstance(key, int) else str(key) for key in keys)
 
 
@@ -157,7 +157,7 @@ def export_model(
                     difference = _compare(expected, run, is_program=is_program, tolerance=tolerance)
         # Large ONNX models have a second file with weights. Move the main file last, so that it
         # never exists without the other one.
-        files = sorted(Path(folder).iterdir(), key=lambda one: one == draft)
+        files = sorted(Path(folder).iterdir(), key=lambda file: file == draft)
         for file in files:
             check_export(path.with_name(file.name), path.suffix.removeprefix("."))
         for file in files:
@@ -215,10 +215,10 @@ def check_export(path: Path, kind: str = "") -> None:
         FileExistsError, ImportError, ValueError: as for ``export_model``.
     """
     require_local(path, "the exported file")
-    files = [one for one in FORMATS if one != "peft"]
+    files = [format_name for format_name in FORMATS if format_name != "peft"]
     if not kind and (kind := path.suffix.removeprefix(".")) not in files:
-        known = ", ".join(f".{one}" for one in files)
-        raise ValueError(f"an export needs a file that ends in {known}, got {path.name!r}")
+        suffixes = ", ".join(f".{format_name}" for format_name in files)
+        raise ValueError(f"an export needs a file that ends in {suffixes}, got {path.name!r}")
     if path.exists():
         raise FileExistsError(
             f"an export needs a new file, and {path} exists: remove it, or choose another name"
@@ -234,7 +234,7 @@ def check_export(path: Path, kind: str = "") -> None:
 
 
 def _batch_size(outputs: _TensorForward) -> int:
-    sizes = [one.shape[0] for one in outputs.inputs if one.ndim]
+    sizes = [tensor.shape[0] for tensor in outputs.inputs if tensor.ndim]
     if not sizes or sizes[0] < 2:
         raise ExportError(
             "an export needs a batch of at least two samples, along the first dimension of its "
@@ -246,8 +246,8 @@ def _batch_size(outputs: _TensorForward) -> int:
 def _shapes(outputs: _TensorForward) -> dict[str, tuple[int | str, ...]]:
     size = _batch_size(outputs)
     return {
-        name: tuple("batch" if not at and n == size else n for at, n in enumerate(one.shape))
-        for name, one in zip(outputs.names, outputs.inputs, strict=True)
+        name: tuple("batch" if not at and n == size else n for at, n in enumerate(tensor.shape))
+        for name, tensor in zip(outputs.names, outputs.inputs, strict=True)
     }
 
 
@@ -370,9 +370,9 @@ def _as_onnx(program: ExportedProgram, outputs: _TensorForward, path: Path) -> C
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        given = zip(outputs.names, tensors, strict=True)
-        results = session.run(None, {name: one.numpy() for name, one in given})
-        return [torch.from_numpy(one) for one in results]
+        named_tensors = zip(outputs.names, tensors, strict=True)
+        results = session.run(None, {name: tensor.numpy() for name, tensor in named_tensors})
+        return [torch.from_numpy(array) for array in results]
 
     return run
 
@@ -403,17 +403,18 @@ def _compare(
         size = _batch_size(outputs)
         count = max(1, size // 2)
         batches[f"its first {count} samples"] = tuple(
-            one[:count] if one.ndim and len(one) == size else one for one in outputs.inputs
+            tensor[:count] if tensor.ndim and len(tensor) == size else tensor
+            for tensor in outputs.inputs
         )
     differences = [0.0]
     for name, inputs in batches.items():
-        expected, found = (_tensors(one(*inputs)) for one in (outputs, run))
-        if [one.shape for one in expected] != [one.shape for one in found]:
+        expected, actual = (_tensors(program(*inputs)) for program in (outputs, run))
+        if [tensor.shape for tensor in expected] != [tensor.shape for tensor in actual]:
             raise ExportError(
-                f"the exported form returns tensors of shapes {[tuple(o.shape) for o in found]} "
+                f"the exported form returns tensors of shapes {[tuple(o.shape) for o in actual]} "
                 f"for {name}, and the model {[tuple(o.shape) for o in expected]}"
             )
-        for own, other in zip(expected, found, strict=True):
+        for own, other in zip(expected, actual, strict=True):
             own, other = own.double(), other.double()
             difference = (own - other).abs().max().item() if own.numel() else 0.0
             atol = max(_ATOL, tolerance * own.abs().max().item()) if tolerance else _ATOL
@@ -426,4 +427,4 @@ def _compare(
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(outputs) if isinstance(one, Tensor)]
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]

@@ -55,7 +55,7 @@ class Failure:
     def of(cls, error: BaseException, rank: int | None = None) -> Failure:
         """Describe ``error``, with the line in the user's files that led to it."""
         kind, message = type(error).__name__, str(error).strip()
-        all_notes = (note for one in causes(error) for note in getattr(one, "__notes__", []))
+        all_notes = (note for cause in causes(error) for note in getattr(cause, "__notes__", []))
         notes = [note for note in all_notes if note not in message]
         if _WORKER_TRACEBACK in message:
             # The worker's own message follows its traceback, whose lines are indented.
@@ -112,9 +112,9 @@ class LaunchError(RuntimeError):
 class OversubscribedError(ValueError):
     """Raised if the machine has too few cores or too little memory for the processes to start."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, message: str) -> None:
         flags = "--oversubscribe, launch.oversubscribe: true or launch(oversubscribe=True)"
-        super().__init__(f"{what}; {flags} starts them anyway")
+        super().__init__(f"{message}; {flags} starts them anyway")
 
 
 def require_cores(nproc: int) -> None:
@@ -178,8 +178,8 @@ class BuildError(RuntimeError):
         self.what = "; ".join([f"cannot be built: {type(cause).__name__}: {text}", *notes])
 
     def __str__(self) -> str:
-        own = f"{self.section}: {self.what}"
-        return "\n".join(dict.fromkeys((own, *map(str, self.others))))
+        message = f"{self.section}: {self.what}"
+        return "\n".join(dict.fromkeys((message, *map(str, self.others))))
 
 
 @contextmanager
@@ -189,10 +189,12 @@ def as_mistakes_in(config: Config) -> Iterator[None]:
         yield
     except BuildError as error:
         problems = []
-        for one in (error, *error.others):
-            where = _location_of(one.cause)
-            what = f"{one.what}\n  at {where}" if where else one.what
-            problems.append(Problem(one.section, what, config.origin(one.section)))
+        for build_error in (error, *error.others):
+            where = _location_of(build_error.cause)
+            message = f"{build_error.what}\n  at {where}" if where else build_error.what
+            problems.append(
+                Problem(build_error.section, message, config.origin(build_error.section))
+            )
         raise ConfigError(list(dict.fromkeys(problems))) from error.cause
 
 
@@ -214,9 +216,9 @@ class Attempts:
     def finish(self) -> None:
         """Raise one BuildError with all failures, if there are any."""
         if self._errors:
-            first, *others = self._errors
-            first.others = others
-            raise first
+            head_error, *other_errors = self._errors
+            head_error.others = other_errors
+            raise head_error
 
 
 @contextmanager

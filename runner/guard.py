@@ -38,13 +38,13 @@ def with_parent_watched() -> Iterator[None]:
     to processes that other threads spawn at the same time.
     """
     watch = str(Path(__file__).with_name("watch_parent.py"))
-    first = f"import runpy; runpy.run_path({watch!r})['die_with_parent']({os.getpid()})"
+    prelude = f"import runpy; runpy.run_path({watch!r})['die_with_parent']({os.getpid()})"
     plain = spawn.get_command_line
 
     def with_watch(**options: Any) -> list[str]:
         command = plain(**options)
         code = command.index("-c") + 1
-        return [*command[:code], f"{first}\n{command[code]}", *command[code + 1 :]]
+        return [*command[:code], f"{prelude}\n{command[code]}", *command[code + 1 :]]
 
     spawn.get_command_line = with_watch
     try:
@@ -144,9 +144,9 @@ class Ranks:
 
     def __exit__(self, *error: object) -> None:
         """Kill the ranks that are still running and wait until they have ended."""
-        for one in self._running.values():
-            one.process.kill()
-            one.process.join()
+        for member in self._running.values():
+            member.process.kill()
+            member.process.join()
 
     def start(self, rank: int, main: Callable[..., None], *args: Any) -> None:
         """Start a process that calls ``main(pipe, *args)`` and dies when this process dies."""
@@ -164,45 +164,49 @@ class Ranks:
 
     def memory_of(self, rank: int) -> int:
         """Wait for a rank to finish its imports; return its memory in bytes, 0 if it failed."""
-        one = self._running[rank]
-        while one.memory is None and rank in self._running:
+        member = self._running[rank]
+        while member.memory is None and rank in self._running:
             self._poll()
-        return one.memory or 0
+        return member.memory or 0
 
     def _poll(self) -> None:
-        open_pipes = [one.pipe for one in self._running.values() if not one.pipe.closed]
-        wait([*open_pipes, *(one.process.sentinel for one in self._running.values())], _POLL_S)
-        for rank, one in list(self._running.items()):
+        open_pipes = [member.pipe for member in self._running.values() if not member.pipe.closed]
+        wait(
+            [*open_pipes, *(member.process.sentinel for member in self._running.values())], _POLL_S
+        )
+        for rank, member in list(self._running.items()):
             # Check this before receiving: if a rank has ended, all its messages have arrived.
-            has_ended = not one.process.is_alive()
-            self._receive(rank, one)
+            has_ended = not member.process.is_alive()
+            self._receive(rank, member)
             if has_ended:
-                one.pipe.close()
+                member.pipe.close()
                 self._note_end(rank, self._running.pop(rank))
         self._display()
         self._pass_signals_on()
         self._kill_overdue()
 
-    def _receive(self, rank: int, one: _Rank) -> None:
+    def _receive(self, rank: int, member: _Rank) -> None:
         try:
-            while not one.pipe.closed and one.pipe.poll():
-                message = one.pipe.recv()
+            while not member.pipe.closed and member.pipe.poll():
+                message = member.pipe.recv()
                 if isinstance(message, Failure):
                     self._fail(message)
                 elif isinstance(message, int):
-                    one.memory = message
+                    member.memory = message
                 else:
                     self.results[rank] = message
         except (EOFError, OSError):
-            one.pipe.close()
+            member.pipe.close()
 
-    def _note_end(self, rank: int, one: _Rank) -> None:
-        code = one.process.exitcode or 0
+    def _note_end(self, rank: int, member: _Rank) -> None:
+        code = member.process.exitcode or 0
         if self.failures and self.failures[0].rank == rank:
             # Only now the others lose their connections to it: their grace period starts here.
             self._deadline = time.monotonic() + _GRACE_S
-        has_reported = rank in self.results or any(rank == each.rank for each in self.failures)
-        if (has_reported and code >= 0) or one.is_killed:
+        has_reported = rank in self.results or any(
+            rank == failure.rank for failure in self.failures
+        )
+        if (has_reported and code >= 0) or member.is_killed:
             return
         # After a stop signal, a rank has not failed if the signal killed it or it exited itself.
         if not self.received or (code < 0 and -code not in (*self.received, signal.SIGTERM)):
@@ -217,20 +221,20 @@ class Ranks:
     def _pass_signals_on(self) -> None:
         if not self.received:
             return
-        for one in self._running.values():
-            if one.memory is not None and not one.has_signal:
-                one.has_signal = True
+        for member in self._running.values():
+            if member.memory is not None and not member.has_signal:
+                member.has_signal = True
                 with suppress(ProcessLookupError):
-                    os.kill(one.process.pid or 0, self.received[0])
+                    os.kill(member.process.pid or 0, self.received[0])
 
     def _kill_overdue(self) -> None:
         now = time.monotonic()
         if now < self._last_deadline < float("inf") and any(self._folder.glob("saving_*")):
             self._deadline = max(self._deadline, now + _GRACE_S)
         if now > self._deadline or self.received.count(signal.SIGINT) > 1:
-            for one in self._running.values():
-                one.is_killed = True
-                one.process.kill()
+            for member in self._running.values():
+                member.is_killed = True
+                member.process.kill()
 
 
 @contextmanager

@@ -130,10 +130,10 @@ def on_ranks(
         raise ConfigError([Problem("launch.nproc", str(error))]) from error
 
 
-def run_dir_error(config: Config, what: str) -> ConfigError:
+def run_dir_error(config: Config, message: str) -> ConfigError:
     """Return an error about the run's folder, with the line of the config that names it."""
     origin = config.origin("run_dir") if "run_dir" in config else ""
-    return ConfigError([Problem("run_dir", what, origin)])
+    return ConfigError([Problem("run_dir", message, origin)])
 
 
 def require_free_run_dir(job: Job, *, is_locked: bool = False) -> None:
@@ -192,11 +192,11 @@ def _run_here(job: Job) -> Outcome:
     with _folder(job) as folder:
         job = replace(job, run=replace(job.run, run_dir=str(folder)))
         with as_mistakes_in(job.config):
-            parts = build_parts(_without_loaded(job), LOOPS_OF[job.command], one_batch=job.dry_run)
-        hooks = {"config.yaml": ConfigWriter(job.config), **parts["hooks"], **job.hooks}
+            built = build_parts(_without_loaded(job), LOOPS_OF[job.command], one_batch=job.dry_run)
+        hooks = {"config.yaml": ConfigWriter(job.config), **built["hooks"], **job.hooks}
         if job.steps:
             hooks["note_step"] = NoteStepHook(Path(job.steps, str(get_rank())))
-        runner = Runner(**{**parts, "hooks": hooks})
+        runner = Runner(**{**built, "hooks": hooks})
         runner.state.settings = job.config.to_dict()
         with _locating_inputs(job.config):
             if job.command == "train":
@@ -245,8 +245,8 @@ def _train(runner: Runner, job: Job, folder: Path) -> Outcome:
     synchronize()
     state = runner.train(resume=source)
     metrics = {"val": dict(state.metrics)} if state.evaluated_at >= 0 else {}
-    savers = [one for one in state.stateful.values() if isinstance(one, CheckpointHook)]
-    best_by = next((one.best_by(state) for one in savers if metrics), "")
+    savers = [hook for hook in state.stateful.values() if isinstance(hook, CheckpointHook)]
+    best_by = next((hook.best_by(state) for hook in savers if metrics), "")
     outcome = Outcome(state.step, state.running_epoch, state.signal, metrics, best_by=best_by)
     if state.signal or job.run.data.test is None:
         return outcome
@@ -275,10 +275,10 @@ def _log_changes(job: Job, folder: Path) -> None:
 
 
 def _effect(key: str, run: RunSections) -> str:
-    parts = key.split(".")
-    if parts[0] in ("optimizer", "schedulers") and parts[-1] not in _NOT_IN_STATE:
+    components = key.split(".")
+    if components[0] in ("optimizer", "schedulers") and components[-1] not in _NOT_IN_STATE:
         return " (no effect: the state in the checkpoint is used)"
-    if parts[0] == "load_from" and run.adapter is None:
+    if components[0] == "load_from" and run.adapter is None:
         return " (no effect: a resumed run does not load it)"
     if key == "data.train.batch_size":
         return " (limits a rank's micro-batch only; each update keeps its number of samples)"
@@ -287,9 +287,9 @@ def _effect(key: str, run: RunSections) -> str:
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Return the values of nested dicts and lists by dotted key path."""
-    items: Any = enumerate(value) if isinstance(value, list) else ()
-    items = value.items() if isinstance(value, dict) else items
-    flat = {k: v for key, one in items for k, v in _flat(one, f"{prefix}{key}.").items()}
+    pairs: Any = enumerate(value) if isinstance(value, list) else ()
+    pairs = value.items() if isinstance(value, dict) else pairs
+    flat = {k: v for key, entry in pairs for k, v in _flat(entry, f"{prefix}{key}.").items()}
     return flat or {prefix.removesuffix("."): value}
 
 
@@ -332,7 +332,7 @@ def _console_log(debug: bool) -> Iterator[None]:
         *(ProfileHook.__module__, auto.__module__, "stepwrap.wrappers.compiled"),
     )
     loggers = [package_logger, *map(logging.getLogger, ours)]
-    levels = [one.level for one in loggers]
+    levels = [logger.level for logger in loggers]
     is_shown = debug or get_rank() == 0
     # Without any handler Python would print logged warnings itself.
     handler = logging.StreamHandler() if is_shown else logging.NullHandler()
@@ -340,8 +340,8 @@ def _console_log(debug: bool) -> Iterator[None]:
     package_logger.addHandler(handler)
     with warnings.catch_warnings():
         if is_shown:
-            for one in loggers:
-                one.setLevel(logging.INFO)
+            for logger in loggers:
+                logger.setLevel(logging.INFO)
             package_logger.setLevel(logging.INFO if debug else logging.WARNING)
         else:
             # Rank 0 shows the same warnings.
@@ -350,5 +350,5 @@ def _console_log(debug: bool) -> Iterator[None]:
             yield
         finally:
             package_logger.removeHandler(handler)
-            for one, level in zip(loggers, levels, strict=True):
-                one.setLevel(level)
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

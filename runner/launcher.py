@@ -111,8 +111,8 @@ def launch(
         raise ValueError(f"nproc must be at least 1, got {nproc}")
     if not isinstance(args, tuple | list):
         # A string or a dict would be unpacked into its elements.
-        given = reprlib.repr(args)
-        raise TypeError(f"args must be a tuple or list, got {given}; write ({given},)")
+        shown = reprlib.repr(args)
+        raise TypeError(f"args must be a tuple or list, got {shown}; write ({shown},)")
     if started_outside():
         with process_group(backend, timeout_s):
             return {dist.get_rank(): _call_as_rank(fn, args)}
@@ -126,13 +126,13 @@ def launch(
     return _start(main_args, shared, nproc=nproc, oversubscribe=oversubscribe)
 
 
-def _require_memory(nproc: int, each: int) -> None:
+def _require_memory(nproc: int, per_process: int) -> None:
     """Raise if the other processes do not fit into memory next to the first one."""
     free = free_memory("cpu")
-    if (nproc - 1) * each > free:
+    if (nproc - 1) * per_process > free:
         raise OversubscribedError(
-            f"{nproc} processes do not fit into memory: each takes {each / 2**30:.2f} GiB before "
-            f"its model is built, and {free / 2**30:.2f} GiB are free for {nproc - 1} more"
+            f"{nproc} processes do not fit into memory: each takes {per_process / 2**30:.2f} GiB "
+            f"before its model is built, and {free / 2**30:.2f} GiB are free for {nproc - 1} more"
         )
 
 
@@ -151,8 +151,8 @@ def _portable(fn: Callable[..., T], args: Sequence[Any]) -> tuple[Callable[..., 
     try:
         call = pickle.dumps(PicklableWrapper(partial(fn, *args)))
     except Exception as error:
-        what = "launch pickles fn, its arguments and the variables that it uses"
-        raise TypeError(f"{what}, but one of them cannot be pickled: {error}") from error
+        message = "launch pickles fn, its arguments and the variables that it uses"
+        raise TypeError(f"{message}, but one of them cannot be pickled: {error}") from error
     return _call_pickled, (call,)
 
 
@@ -181,14 +181,14 @@ def _call_as_rank(fn: Callable[..., T], args: Sequence[Any]) -> T:
         return fn(*args)
     except Exception as error:
         own = Failure.of(error, get_rank())
-        here = [
+        local_pids = [
             (rank, pid) for rank, (host, pid) in enumerate(processes) if host == host_identity()
         ]
         deadline = time.monotonic() + (_DYING_S if own.may_follow else 0.0)
         gone: list[int] = []
         while not gone and time.monotonic() < deadline:
             time.sleep(0.02)
-            gone = [rank for rank, pid in here if not is_running(pid)]
+            gone = [rank for rank, pid in local_pids if not is_running(pid)]
         if not gone:
             raise
         raise LaunchError([*(Failure.of_end(None, rank) for rank in gone), own]) from error
@@ -280,8 +280,8 @@ def _start(
     try:
         with Ranks(folder, display) as ranks, receiving_signals(ranks):
             for rank in range(nproc):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                with blocking_signals(), with_variables({**shared, **own}):
+                rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                with blocking_signals(), with_variables({**shared, **rank_variables}):
                     ranks.start(rank, _rank_main, *main_args)
                 if rank == 0 and not is_ample:
                     _require_memory(nproc, ranks.memory_of(0))

@@ -120,20 +120,22 @@ def layout_problems(run: RunSections, ranks: int) -> Iterator[Problem]:
         try:
             axes = check_axes(run.mesh, ranks)
         except ValueError as error:
-            what = str(error)
+            message = str(error)
             if ranks == run.launch.nproc:
-                what = what.replace(f"there are {ranks}", f"launch.nproc is {ranks}")
-            yield Problem("mesh", what)
+                message = message.replace(f"there are {ranks}", f"launch.nproc is {ranks}")
+            yield Problem("mesh", message)
     is_meta = run.init_device == "meta"
     data_size = _data_size(axes, ranks)
-    for key, what in wrapper_problems(wrapper, data_size, axes, is_meta=is_meta).items():
-        yield Problem(key, what)
+    for key, message in wrapper_problems(wrapper, data_size, axes, is_meta=is_meta).items():
+        yield Problem(key, message)
     if run.tensor_parallel is not None and "tensor" not in axes:
-        what = "needs a tensor axis in mesh, such as {data: -1, tensor: 2}"
-        yield Problem("tensor_parallel", what)
+        message = "needs a tensor axis in mesh, such as {data: -1, tensor: 2}"
+        yield Problem("tensor_parallel", message)
     if run.tensor_parallel is None and axes.get("tensor", 1) != 1:
-        what = "has several ranks, but there is no tensor_parallel.plan to split modules over them"
-        yield Problem("mesh.tensor", what)
+        message = (
+            "has several ranks, but there is no tensor_parallel.plan to split modules over them"
+        )
+        yield Problem("mesh.tensor", message)
     for name in AUTO_TABLES if wrapper is auto else ():
         # `auto` takes a table of arguments for each wrapper that it may choose.
         table, where = (run.wrapper or {}).get(name), f"wrapper.{name}"
@@ -145,9 +147,9 @@ def layout_problems(run: RunSections, ranks: int) -> Iterator[Problem]:
 
 def preparation_problems(run: RunSections) -> Iterator[Problem]:
     """Yield mistakes in the preparation settings that can be found without the model."""
-    for key, what in check_preparation(_preparation(run)):
+    for key, message in check_preparation(_preparation(run)):
         name = key.removeprefix("tensor_parallel.plan.")
-        yield Problem(key, what.removeprefix(f"{name}: "))
+        yield Problem(key, message.removeprefix(f"{name}: "))
 
 
 def tables_with(name: str) -> list[str]:
@@ -183,10 +185,10 @@ def _check_model(
             freeze_parameters(model, run.frozen)
             later = find_parameters(model, run.frozen_until, "freeze").values()
             find_modules(model, run.frozen_in_eval, "freeze with eval: true")
-            trained = {id(one) for one in model.parameters() if one.requires_grad}
+            trained = {id(param) for param in model.parameters() if param.requires_grad}
             if not trained:
                 raise ValueError("every parameter is frozen, nothing is left to train")
-            if trained <= {id(one) for one in later}:
+            if trained <= {id(param) for param in later}:
                 step = min(run.frozen_until.values())
                 raise ValueError(
                     f"every parameter is frozen until step {step}: leave a part of the model out, "

@@ -126,8 +126,8 @@ def build_parts(
         precision = attempts.make("optim_wrapper", partial(_evaluation_precision, run, model))
         parts["precision"] = precision or nullcontext
         sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer).values()
-        weights = [one.get("loss_weight") for one in sections]
-        parts["loss_weight"] = next((one for one in weights if one is not None), None)
+        weights = [section.get("loss_weight") for section in sections]
+        parts["loss_weight"] = next((weight for weight in weights if weight is not None), None)
     attempts.finish()
     # `Runner` adds the default hooks, unless they are removed.
     removed = {name: None for name in DEFAULT_HOOKS if name not in hooks}
@@ -186,13 +186,13 @@ def _build_training(
 def _build_evaluation(run: RunSections, load: Callable[[str], Any], name: str) -> Any:
     attempts = Attempts()
     loops: dict[str, Any] = {}
-    for one, path in run.data.sets_of(name).items():
-        build = partial(_build_metrics, run.metrics, one)
+    for set_name, path in run.data.sets_of(name).items():
+        build = partial(_build_metrics, run.metrics, set_name)
         metrics = attempts.make("metrics", build)
         supplied = {"dataloader": attempts.make(f"data.{path}", partial(load, path))}
         supplied |= {"metrics": metrics, **_rank_arguments(run, path)}
         make = partial(build_tree, getattr(run, name), LOOPS, supplied)
-        loops[one] = attempts.make(name, make) if None not in supplied.values() else None
+        loops[set_name] = attempts.make(name, make) if None not in supplied.values() else None
     attempts.finish()
     return EvalSets(loops) if isinstance(getattr(run.data, name), SetsSection) else loops.get("")
 
@@ -208,12 +208,16 @@ def _check_watched(hooks: Mapping[str, Any], val_loop: Any, attempts: Attempts) 
 
 def _build_metrics(metrics: Mapping[str, MetricSection], set_name: str) -> dict[str, Any]:
     """Build the metrics that are computed on a set."""
-    chosen = {n: one for n, one in metrics.items() if one.sets is None or set_name in one.sets}
-    components = {name: one.metric for name, one in chosen.items()}
+    chosen = {
+        n: section
+        for n, section in metrics.items()
+        if section.sets is None or set_name in section.sets
+    }
+    components = {name: section.metric for name, section in chosen.items()}
     built = _build_all("metrics", components, METRICS)
-    for name, one in chosen.items():
-        if one.head is not None or one.transform is not None:
-            built[name] = MetricInputs(built[name], one.head, find_transform(one.transform))
+    for name, section in chosen.items():
+        if section.head is not None or section.transform is not None:
+            built[name] = MetricInputs(built[name], section.head, find_transform(section.transform))
     return built
 
 
@@ -237,8 +241,8 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
             seed = run.seed if section.seed is None else section.seed
             selects = limit is not None and section.in_memory not in (True, "device")
             if limit is not None and selects and not isinstance(dataset, IterableDataset):
-                wanted = limit * section.batch_size * shard[1]
-                dataset, limit = _selected(dataset, wanted, seed, section.shuffle), None
+                num_samples = limit * section.batch_size * shard[1]
+                dataset, limit = _selected(dataset, num_samples, seed, section.shuffle), None
             on_device = section.in_memory == "device"
             options["in_memory"] = device_of_rank(run) if on_device else section.in_memory
             loader = build_loader(
@@ -268,7 +272,7 @@ def _build_collate(setting: Any) -> Any:
 
 def example_batch(run: RunSections, sets: Iterable[str] = ("test", "val", "train")) -> Any:
     """Return the first batch of the first data set in ``sets`` that the run has."""
-    name = next(one for one in sets if getattr(run.data, one) is not None)
+    name = next(set_name for set_name in sets if getattr(run.data, set_name) is not None)
     section = run.data.loader(next(iter(run.data.sets_of(name).values())))
     if not isinstance(section, dict):
         section = replace(section, num_workers=0, prefetch_factor=None)
@@ -290,9 +294,9 @@ def _limits(run: RunSections, name: str) -> tuple[RunSections, int | None]:
     section: Any = run.data.train
     if isinstance(section, LoaderSection):
         section = replace(section, shuffle=False, drop_last=False)
-    top, _, one = name.partition(".")
-    if one:
-        section = SetsSection(sets={one: section})
+    top, _, set_name = name.partition(".")
+    if set_name:
+        section = SetsSection(sets={set_name: section})
     return replace(run, data=replace(run.data, **{top: section})), run.overfit
 
 
@@ -312,19 +316,21 @@ def _build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[s
     several = named_optimizers(run.optimizer or {})
     group = getattr(model, "data_group", None)
     with building("optimizer"):
-        given: Any = several or {"": run.optimizer}
+        optimizer_sections: Any = several or {"": run.optimizer}
         if group is not None:
             # Optimizers that communicate must do so among ranks with the same parameters.
-            given = supply_where_taken(given, OPTIMIZERS, "process_group", group)
+            optimizer_sections = supply_where_taken(
+                optimizer_sections, OPTIMIZERS, "process_group", group
+            )
         if several:
             check_step_for_several_optimizers(model)
-            chosen = {name: one.get("params") for name, one in given.items()}
+            chosen = {name: section.get("params") for name, section in optimizer_sections.items()}
             shares = divide_parameters(model, chosen)
         else:
             shares = {"": named_parameters(model)}
     optimizers = {
-        name: _optimizer(one, shares[name], f"optimizer.{name}" if name else "optimizer")
-        for name, one in given.items()
+        name: _optimizer(section, shares[name], f"optimizer.{name}" if name else "optimizer")
+        for name, section in optimizer_sections.items()
     }
     sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer)
     wrappers = {}
@@ -345,7 +351,7 @@ def _optimizer(
     settings: Mapping[str, Any], named: Sequence[NamedParameter], where: str
 ) -> Optimizer:
     own = {key: value for key, value in settings.items() if key not in ("params", "paramwise")}
-    params: list[Any] = list(dict.fromkeys(one.parameter for one in named))
+    params: list[Any] = list(dict.fromkeys(group.parameter for group in named))
     if settings.get("paramwise") is not None:
         with building(f"{where}.paramwise"):
             params = param_groups(
@@ -373,10 +379,10 @@ def _scheduler_hook(run: RunSections, optimizers: Mapping[str, Optimizer]) -> di
         return ScheduleWindow(optimizer, make, after=section.after, until=section.until)
 
     pairs = []
-    for at, one in enumerate(run.schedulers):
+    for at, scheduler in enumerate(run.schedulers):
         with building(f"schedulers.{at}" if len(run.schedulers) > 1 else "schedulers"):
-            pairs.append((build(one), one.by))
-    watched = next((one.metric for one in run.schedulers if one.metric), None)
+            pairs.append((build(scheduler), scheduler.by))
+    watched = next((scheduler.metric for scheduler in run.schedulers if scheduler.metric), None)
     named = optimizers if "" not in optimizers else None
     return {"schedulers": SchedulerHook(pairs, metric=watched, optimizers=named)} if pairs else {}
 
@@ -395,7 +401,9 @@ def _evaluation_precision(
     if not parameters or all(getattr(kind, "precision_context", None) is None for kind in kinds):
         return nullcontext
     supplied = {"optimizer": SGD(parameters, lr=0.0)}
-    built = {name: build_tree(one, OPTIM_WRAPPERS, supplied) for name, one in sections.items()}
+    built = {
+        name: build_tree(section, OPTIM_WRAPPERS, supplied) for name, section in sections.items()
+    }
     wrapper = built[""] if "" in built else OptimWrapperDict(**built)
     context: Callable[[], AbstractContextManager[Any]] = wrapper.precision_context
     return context

@@ -184,7 +184,7 @@ def checkpoint_times(run_dir: Path, prefix: str = "step_") -> dict[Path, int]:
         # A run may be deleting it.
         with suppress(OSError):
             times[path] = path.stat().st_mtime_ns
-    return dict(sorted(times.items(), key=lambda one: one[1]))
+    return dict(sorted(times.items(), key=lambda entry: entry[1]))
 
 
 def saved_checkpoints(run_dir: Path) -> list[Path]:

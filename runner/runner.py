@@ -167,9 +167,9 @@ class Runner:
             config = config_from_dict(config)
         run = read_sections(config, get_world_size())
         with traced(run.trace_collectives):
-            parts = build_parts(run)
-            parts["hooks"] = {"config.yaml": ConfigWriter(config), **parts["hooks"]}
-            runner = cls(**parts)
+            built = build_parts(run)
+            built["hooks"] = {"config.yaml": ConfigWriter(config), **built["hooks"]}
+            runner = cls(**built)
         runner.state.settings = config.to_dict()
         runner._is_traced = run.trace_collectives
         return runner
@@ -377,10 +377,10 @@ def load_model(
 T = TypeVar("T")
 
 
-def _required(method: str, name: str, part: T | None) -> T:
-    if part is None:
+def _required(method: str, name: str, component: T | None) -> T:
+    if component is None:
         raise ValueError(f"Runner.{method} requires {name}, but the Runner was built without it")
-    return part
+    return component
 
 
 def _loader_of(loop: Any) -> Iterable[Any]:

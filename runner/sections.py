@@ -101,31 +101,31 @@ def _uneven_problems(run: RunSections) -> Iterator[Problem]:
         return
     where = "wrapper.uneven_inputs"
     if options.get("sync_batchnorm"):
-        what = "excludes sync_batchnorm: a rank without a batch has no statistics"
-        yield Problem(where, what)
+        message = "excludes sync_batchnorm: a rank without a batch has no statistics"
+        yield Problem(where, message)
     sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer).values()
-    if any(one.get("loss_weight") is not None for one in sections):
+    if any(section.get("loss_weight") is not None for section in sections):
         # A rank without batches continues with batches of weight zero.
         return
     if works_over_ranks(run.optimizer):
-        what = "does not work with an optimizer that communicates at each update"
-        yield Problem(where, what)
-    if any(one.get("accumulative_counts", 1) != 1 for one in sections):
-        what = "needs accumulative_counts=1: a rank that runs out of batches inside a window"
-        yield Problem(where, f"{what} would lose its gradients")
+        message = "does not work with an optimizer that communicates at each update"
+        yield Problem(where, message)
+    if any(section.get("accumulative_counts", 1) != 1 for section in sections):
+        message = "needs accumulative_counts=1: a rank that runs out of batches inside a window"
+        yield Problem(where, f"{message} would lose its gradients")
     loop = find_component(run.train, LOOPS)
     if isinstance(loop, type) and issubclass(loop, IterTrainLoop):
-        what = "needs an EpochTrainLoop: updates that only some ranks make cannot be counted"
-        yield Problem(where, what)
+        message = "needs an EpochTrainLoop: updates that only some ranks make cannot be counted"
+        yield Problem(where, message)
 
 
 def _weight_problems(run: RunSections) -> Iterator[Problem]:
     """Yield values of ``loss_weight`` that cannot be used."""
-    for name, one in optim_wrapper_sections(run.optim_wrapper, run.optimizer).items():
-        if one.get("loss_weight") is None:
+    for name, section in optim_wrapper_sections(run.optim_wrapper, run.optimizer).items():
+        if section.get("loss_weight") is None:
             continue
         try:
-            LossWeight(one["loss_weight"])
+            LossWeight(section["loss_weight"])
         except (ImportError, TypeError, ValueError) as error:
             where = f"optim_wrapper.{name}" if name in run.optim_wrapper else "optim_wrapper"
             yield Problem(f"{where}.loss_weight", str(error).removeprefix("loss_weight "))
@@ -142,5 +142,5 @@ def _with_table_hint(problem: Problem, config: Config) -> Problem:
     tables = tables_with(name)
     if not tables:
         return problem
-    what = f"auto has no such argument; did you mean {' or '.join(tables)}?"
-    return replace(problem, what=what)
+    message = f"auto has no such argument; did you mean {' or '.join(tables)}?"
+    return replace(problem, what=message)

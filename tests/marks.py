@@ -22,8 +22,8 @@ def slow(*cases: Any) -> list[Any]:
 def selected(request: pytest.FixtureRequest, argument: str) -> set[Any]:
     """Return the values of an argument in the selected tests that use a module's fixture."""
     return {
-        item.callspec.params[argument]
-        for item in request.session.items
-        if request.fixturename in getattr(item, "fixturenames", ())
-        and argument in getattr(getattr(item, "callspec", None), "params", ())
+        test_item.callspec.params[argument]
+        for test_item in request.session.items
+        if request.fixturename in getattr(test_item, "fixturenames", ())
+        and argument in getattr(getattr(test_item, "callspec", None), "params", ())
     }

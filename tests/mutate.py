@@ -89,9 +89,9 @@ def changes(file: Path) -> Iterator[Change]:
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    for left, operator, right in operators(ast.parse(source)):
-        begin = starts[(left.end_lineno or 1) - 1] + (left.end_col_offset or 0)
-        end = starts[right.lineno - 1] + right.col_offset
+    for left_operand, operator, right_operand in operators(ast.parse(source)):
+        begin = starts[(left_operand.end_lineno or 1) - 1] + (left_operand.end_col_offset or 0)
+        end = starts[right_operand.lineno - 1] + right_operand.col_offset
         before, after = OTHER[type(operator)]
         at = source.find(before.encode(), begin, end)
         if at >= 0:
@@ -113,15 +113,15 @@ def operators(node: ast.AST) -> Iterator[tuple[ast.expr, ast.AST, ast.expr]]:
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
-                yield from (found for found in operators(child) if type(found[1]) in OTHER)
+                yield from (operator for operator in operators(child) if type(operator[1]) in OTHER)
 
 
 def chosen(count: int, seed: int, only: str) -> list[Change]:
     """Draw changes; each place has an equal chance."""
     globs = [f"{folder}/{glob}.py" for folder, rooms in CORE.items() for glob in rooms]
     files = sorted({path.relative_to(ROOT) for glob in globs for path in ROOT.glob(glob)})
-    places = [one for file in files if only in str(file) for one in changes(file)]
-    return random.Random(seed).sample(places, min(count, len(places)))
+    candidates = [change for file in files if only in str(file) for change in changes(file)]
+    return random.Random(seed).sample(candidates, min(count, len(candidates)))
 
 
 def copy_to(folder: Path) -> dict[str, str]:
@@ -139,12 +139,12 @@ def copy_to(folder: Path) -> dict[str, str]:
     for source in folder.glob("*/__init__.py"):
         (package / source.parent.name).symlink_to(source.parent)
     environ = {**os.environ, "PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
-    found = subprocess.run(
+    location = subprocess.run(
         [sys.executable, "-c", "import stepwrap.loops; print(stepwrap.loops.__file__)"],
         cwd=folder, check=True, capture_output=True, text=True, env=environ,
     )  # fmt: skip
-    if not Path(found.stdout.strip()).resolve().is_relative_to(folder.resolve()):
-        raise SystemExit(f"tests must import the copy, and would import {found.stdout.strip()}")
+    if not Path(location.stdout.strip()).resolve().is_relative_to(folder.resolve()):
+        raise SystemExit(f"tests must import the copy, and would import {location.stdout.strip()}")
     return environ
 
 
@@ -155,15 +155,15 @@ def split_tests(change: Change) -> tuple[list[str], list[str]]:
     name counts more if few files use it, and if its definition is changed.
     """
     weights = Counter(re.findall("[a-z]+", str(change.file.with_suffix("")).partition("/")[2]))
-    for one in ast.walk(ast.parse((ROOT / change.file).read_bytes())):
-        if isinstance(one, ast.FunctionDef | ast.ClassDef):
-            weights[one.name] += 5 if one.lineno <= change.line <= (one.end_lineno or 0) else 1
+    for node in ast.walk(ast.parse((ROOT / change.file).read_bytes())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            weights[node.name] += 5 if node.lineno <= change.line <= (node.end_lineno or 0) else 1
     tests = sorted((ROOT / "tests" / change.file.parts[0]).glob("test_*.py"))
     used = {
         test: weights.keys() & {*test.stem.split("_"), *re.findall(r"\w+", test.read_text())}
         for test in tests
     }
-    files = Counter(name for each in used.values() for name in each)
+    files = Counter(name for names in used.values() for name in names)
     tests.sort(key=lambda test: -sum(weights[name] / files[name] for name in used[test]))
     paths = [str(test.relative_to(ROOT)) for test in tests]
     return paths[:LIKELY], paths[LIKELY:]
@@ -201,9 +201,9 @@ def found_by(
 
     A failure counts if the file fails again, because tests may also fail on a busy machine.
     """
-    place = folder / change.file
-    source = place.read_bytes()
-    place.write_bytes(change.apply(source))
+    path = folder / change.file
+    source = path.read_bytes()
+    path.write_bytes(change.apply(source))
     try:
         while True:
             failed = first_failure(tests, folder, environ, limit_s)
@@ -214,7 +214,7 @@ def found_by(
             if first_failure(again, folder, environ, limit_s):
                 return failed
     finally:
-        place.write_bytes(source)
+        path.write_bytes(source)
 
 
 def main() -> None:
@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=900, help="of one run of the tests")
     options = parser.parse_args()
     drawn = chosen(options.changes, options.seed, options.only)
-    left = drawn
+    untried = drawn
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         environ = copy_to(folder)
@@ -233,15 +233,15 @@ def main() -> None:
             failed = first_failure([tested], folder, environ, options.limit_s)
             if failed:
                 raise SystemExit(f"{tested} must pass before anything is changed: {failed}")
-        for part, missed in enumerate(("not found yet", "NOT FOUND")):
-            tried, left = left, []
+        for subset, missed in enumerate(("not found yet", "NOT FOUND")):
+            tried, untried = untried, []
             for change in tried:
-                tests = split_tests(change)[part]
+                tests = split_tests(change)[subset]
                 failed = found_by(change, tests, folder, environ, options.limit_s)
                 print(f"{change}: {failed or missed}", flush=True)
                 if failed in (None, TIMED_OUT):
-                    left.append(change)
-    print(f"{len(drawn) - len(left)} of {len(drawn)} changes were found")
+                    untried.append(change)
+    print(f"{len(drawn) - len(untried)} of {len(drawn)} changes were found")
 
 
 if __name__ == "__main__":

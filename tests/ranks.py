@@ -62,9 +62,9 @@ class RanksError(RuntimeError):
     def __init__(self, world_size: int, reports: dict[int, str]) -> None:
         self.reports = reports
         ranks = ", ".join(map(str, reports))
-        parts = [f"{len(reports)} of {world_size} ranks failed, the first one first: {ranks}"]
-        parts += [f"--- rank {rank}: {text.rstrip()}" for rank, text in reports.items()]
-        super().__init__("\n".join(parts))
+        sections = [f"{len(reports)} of {world_size} ranks failed, the first one first: {ranks}"]
+        sections += [f"--- rank {rank}: {text.rstrip()}" for rank, text in reports.items()]
+        super().__init__("\n".join(sections))
 
 
 def run_ranks(
@@ -177,8 +177,8 @@ class _Template:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while pid not in self._exit_codes:
-            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            if not wait([self._socket], timeout=left):
+            remaining_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            if not wait([self._socket], timeout=remaining_s):
                 raise TimeoutError(f"process {pid} has not ended within {timeout_s} s")
             self._take_exit()
         return self._exit_codes[pid]
@@ -310,11 +310,11 @@ class _Processes:
         if self.folder is None:
             self.folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         self.template = self.template or _Template()
-        new = []
+        started = []
         for rank in range(len(self.members), size):
-            new.append(_Rank(rank, self.folder, self.template))
-            self.members.append(new[-1])
-        start = _Wait(new, START_TIMEOUT_S)
+            started.append(_Rank(rank, self.folder, self.template))
+            self.members.append(started[-1])
+        start = _Wait(started, START_TIMEOUT_S)
         start.run()
         if start.failures:
             raise RanksError(size, start.reports())

@@ -9,15 +9,17 @@ from stepwrap.wrappers.sharding.layout import as_global
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of all parameters by name, unsharded; every rank must call this."""
-    found = {}
+    weights = {}
     for name, parameter in model.named_parameters():
         placed: Any = as_global(parameter, like=parameter)
-        whole = placed.full_tensor() if hasattr(placed, "full_tensor") else placed
-        found[name.replace(".module.", ".")] = whole.detach().clone()
-    return found
+        full = placed.full_tensor() if hasattr(placed, "full_tensor") else placed
+        weights[name.replace(".module.", ".")] = full.detach().clone()
+    return weights
 
 
-def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+def apart(weights: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """Return the largest difference between weights of the same names."""
-    assert list(one) == list(other)
-    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
+    assert list(weights) == list(other)
+    return max(
+        (weights[name].double() - other[name].double()).abs().max().item() for name in weights
+    )

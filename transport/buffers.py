@@ -17,16 +17,16 @@ MARK = pickle.PickleBuffer(bytearray())
 OUT_OF_BAND_BYTES = 16 * 1024
 
 
-def take(part: Any) -> Any:
+def take(payload: Any) -> Any:
     """Return the argument. A pickled ``take(MARK)`` stands for the next out-of-band part."""
-    return part
+    return payload
 
 
-def divider(parts: list[Any], apart_from: int) -> Callable[[pickle.PickleBuffer], bool]:
-    """Return a ``buffer_callback`` for pickle that moves large buffers to ``parts``.
+def divider(payloads: list[Any], apart_from: int) -> Callable[[pickle.PickleBuffer], bool]:
+    """Return a ``buffer_callback`` for pickle that moves large buffers to ``payloads``.
 
-    Buffers of at least ``apart_from`` bytes are appended to ``parts`` and stay out of the pickle.
-    Placeholders stay out of the pickle too, but are not appended: ``parts`` already has their
+    Buffers of at least ``apart_from`` bytes are appended to ``payloads``, not to the pickle.
+    Placeholders stay out of the pickle too, but are not appended: ``payloads`` already has their
     values.
     """
 
@@ -35,7 +35,7 @@ def divider(parts: list[Any], apart_from: int) -> Callable[[pickle.PickleBuffer]
             return False
         if buffer.raw().nbytes < apart_from:
             return True
-        parts.append(buffer)
+        payloads.append(buffer)
         return False
 
     return is_inside

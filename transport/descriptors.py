@@ -51,9 +51,9 @@ def bundle(numbers: Sequence[int]) -> int:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with ours:
-            for first in range(0, len(numbers), _MAX_PER_MESSAGE):
-                some = numbers[first : first + _MAX_PER_MESSAGE]
-                send(ours, b"-", some, socket.MSG_DONTWAIT)
+            for start in range(0, len(numbers), _MAX_PER_MESSAGE):
+                batch = numbers[start : start + _MAX_PER_MESSAGE]
+                send(ours, b"-", batch, socket.MSG_DONTWAIT)
         close(numbers)
         return theirs.detach()
     finally:
@@ -66,10 +66,10 @@ def unbundle(descriptor: int) -> list[int]:
     try:
         with socket.socket(fileno=descriptor) as carrier:
             while True:
-                data, some = receive(carrier, 1)
+                data, batch = receive(carrier, 1)
                 if not data:
                     return numbers
-                numbers += some
+                numbers += batch
     except BaseException:
         close(numbers)
         raise

@@ -47,16 +47,16 @@ def write(pieces: Sequence[memoryview]) -> int:
     Raises:
         OSError: a limit on descriptors or memory is reached.
     """
-    left = list(pieces)
+    unwritten = list(pieces)
     descriptor = os.memfd_create("stepwrap", os.MFD_CLOEXEC)
     try:
-        while left:
+        while unwritten:
             # writev: a file object would make one call per piece, 20 % slower for many tensors.
-            written = os.writev(descriptor, left[:_MAX_WRITEV_PIECES])
-            while left and written >= left[0].nbytes:
-                written -= left.pop(0).nbytes
+            written = os.writev(descriptor, unwritten[:_MAX_WRITEV_PIECES])
+            while unwritten and written >= unwritten[0].nbytes:
+                written -= unwritten.pop(0).nbytes
             if written:
-                left[0] = left[0][written:]
+                unwritten[0] = unwritten[0][written:]
     except BaseException:
         os.close(descriptor)
         raise

@@ -106,20 +106,20 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Write the object. Raises whatever pickling the object raises."""
         self._file.write(self.message(obj))
 
-    def message(self, obj: object) -> bytes:
+    def message(self, value: object) -> bytes:
         """Return the bytes that ``dump`` writes."""
-        stream, parts = self.split(obj)
-        if not parts:
+        stream, payloads = self.split(value)
+        if not payloads:
             return stream
         # Imported here: it imports torch, which only objects with tensors need.
         from . import tensors as _tensors
 
-        return _tensors.message(stream, parts, self._copy_tensor)
+        return _tensors.message(stream, payloads, self._copy_tensor)
 
-    def split(self, obj: object) -> tuple[bytes, list[Any]]:
+    def split(self, value: object) -> tuple[bytes, list[Any]]:
         """Return a pickle of the object, and its tensors, storages and large buffers in order."""
         try:
-            super().dump(obj)
+            super().dump(value)
             return self._stream.getvalue(), self._parts.copy()
         finally:
             self._stream.seek(0)
@@ -129,27 +129,27 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.clear_memo()
             self.globals_ref.clear()
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, value: Any) -> Any:
         """Return how to pickle functions, classes, modules and tensors."""
-        kind = type(obj)
+        kind = type(value)
         if kind is FunctionType or issubclass(kind, type):
-            return self._reduced_definition(obj)
-        if kind is ModuleType and obj.__name__ in _static_modules:
-            return importlib.import_module, (obj.__name__,)
+            return self._reduced_definition(value)
+        if kind is ModuleType and value.__name__ in _static_modules:
+            return importlib.import_module, (value.__name__,)
         if "torch" in sys.modules:
             from . import tensors as _tensors
 
-            if isinstance(obj, _tensors.KINDS):
-                return _tensors.reduced(obj, self._parts, copy_tensor=self._copy_tensor)
+            if isinstance(value, _tensors.KINDS):
+                return _tensors.reduced(value, self._parts, copy_tensor=self._copy_tensor)
         return NotImplemented
 
-    def _reduced_definition(self, obj: Any) -> Any:
-        module = obj.__module__
-        if module in _static_modules and _attribute(module, obj.__qualname__) is obj:
+    def _reduced_definition(self, definition: Any) -> Any:
+        module = definition.__module__
+        if module in _static_modules and _attribute(module, definition.__qualname__) is definition:
             # pickle itself writes the name.
             return NotImplemented
-        reduced = _reduced_of_script(obj, recurse=self._recurse) if module == _MAIN else None
-        return super().reducer_override(obj) if reduced is None else reduced
+        reduced = _reduced_of_script(definition, recurse=self._recurse) if module == _MAIN else None
+        return super().reducer_override(definition) if reduced is None else reduced
 
 
 class _ApartPickler(Pickler):
@@ -158,9 +158,9 @@ class _ApartPickler(Pickler):
     _apart_from = OUT_OF_BAND_BYTES
 
 
-def split(obj: object, *, recurse: bool, copy_tensor: bool) -> tuple[bytes, list[Any]]:
+def split(value: object, *, recurse: bool, copy_tensor: bool) -> tuple[bytes, list[Any]]:
     """Return a pickle of the object, and its tensors, storages and large buffers in order."""
-    return _ApartPickler(io.BytesIO(), recurse, copy_tensor).split(obj)
+    return _ApartPickler(io.BytesIO(), recurse, copy_tensor).split(value)
 
 
 _MAIN = "__main__"
@@ -171,41 +171,45 @@ _MAIN_NAMES = (_MAIN, "__mp_main__")
 _pickled_classes: weakref.WeakKeyDictionary[type, bytes] = weakref.WeakKeyDictionary()
 
 
-def _reduced_of_script(obj: FunctionType | type, *, recurse: bool) -> Any:
+def _reduced_of_script(definition: FunctionType | type, *, recurse: bool) -> Any:
     """Return how to pickle an object of the script, None to leave it to cloudpickle."""
-    path = _script_of(obj)
-    if path is None or (recurse and isinstance(obj, FunctionType)):
+    path = _script_of(definition)
+    if path is None or (recurse and isinstance(definition, FunctionType)):
         return None
-    is_importable = obj.__qualname__.split(".")[0] in _names_when_imported(path)
-    return _load_from_script, (path, obj.__qualname__, None if is_importable else _pickled(obj))
+    is_importable = definition.__qualname__.split(".")[0] in _names_when_imported(path)
+    return _load_from_script, (
+        path,
+        definition.__qualname__,
+        None if is_importable else _pickled(definition),
+    )
 
 
-def reduce_for_any_script(obj: Any) -> Any:
+def reduce_for_any_script(value: Any) -> Any:
     """Reduce an object of the script for a receiver that may run a different script.
 
     The object is sent by value if possible; a receiver that runs the same script uses its own
     object of that name. Return None for objects that are not the script's.
     """
-    path = _script_of(obj) if isinstance(obj, FunctionType | type) else None
+    path = _script_of(value) if isinstance(value, FunctionType | type) else None
     if path is None:
         return None
-    name = obj.__module__
+    name = value.__module__
     if name != _MAIN and name not in cloudpickle.list_registry_pickle_by_value():
         # Only processes of this script have a module with that name.
         cloudpickle.register_pickle_by_value(sys.modules[name])
     try:
-        return _load_from_script, (path, obj.__qualname__, cloudpickle.dumps(obj))
+        return _load_from_script, (path, value.__qualname__, cloudpickle.dumps(value))
     except Exception as error:
         # A receiver that runs the same script does not need the value.
-        return _load_from_script, (path, obj.__qualname__, None, str(error))
+        return _load_from_script, (path, value.__qualname__, None, str(error))
 
 
-def _pickled(obj: FunctionType | type) -> bytes:
-    if isinstance(obj, FunctionType):
-        return bytes(cloudpickle.dumps(obj))
-    if obj not in _pickled_classes:
-        _pickled_classes[obj] = cloudpickle.dumps(obj)
-    return _pickled_classes[obj]
+def _pickled(definition: FunctionType | type) -> bytes:
+    if isinstance(definition, FunctionType):
+        return bytes(cloudpickle.dumps(definition))
+    if definition not in _pickled_classes:
+        _pickled_classes[definition] = cloudpickle.dumps(definition)
+    return _pickled_classes[definition]
 
 
 @cache
@@ -229,9 +233,9 @@ def _names_when_imported(path: str) -> frozenset[str]:
 
 def _load_from_script(path: str, name: str, value: bytes | None, reason: str = "") -> Any:
     for module in _MAIN_NAMES:
-        found = _attribute(module, name) if _path(module) == path else None
-        if found is not None:
-            return found
+        definition = _attribute(module, name) if _path(module) == path else None
+        if definition is not None:
+            return definition
     if reason:
         raise TypeError(f"{name} of {path} cannot be sent to another script: {reason}")
     if value is None:
@@ -239,10 +243,10 @@ def _load_from_script(path: str, name: str, value: bytes | None, reason: str = "
     return pickle.loads(value)
 
 
-def _script_of(obj: FunctionType | type) -> str | None:
+def _script_of(definition: FunctionType | type) -> str | None:
     """Return the path of the script if it has the object under the object's name."""
-    name = obj.__module__
-    is_found = name in _MAIN_NAMES and _attribute(name, obj.__qualname__) is obj
+    name = definition.__module__
+    is_found = name in _MAIN_NAMES and _attribute(name, definition.__qualname__) is definition
     return _path(name) if is_found else None
 
 
@@ -258,7 +262,7 @@ def _real_path(file: str) -> str:
 
 
 def _attribute(module: str, name: str) -> Any:
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+    attribute: Any = sys.modules.get(module)
+    for component in name.split("."):
+        attribute = getattr(attribute, component, None)
+    return attribute

@@ -45,12 +45,12 @@ def _viewed(storage: UntypedStorage, views: list[Tensor]) -> Iterator[tuple[Cont
             continue
         start -= start % _ALIGNMENT
         content = _content(as_bytes(storage)[start:stop])
-        places: list[Place] = []
+        positions: list[Place] = []
         for number in numbers:
             view = views[number]
             offset = int(view.storage_offset()) - start // view.itemsize if view.numel() else 0
-            places.append((number, offset, None))
-        yield content, places
+            positions.append((number, offset, None))
+        yield content, positions
 
 
 def as_bytes(storage: UntypedStorage) -> Tensor:
@@ -75,8 +75,8 @@ def _range(view: Tensor) -> tuple[int, int]:
     start = int(view.storage_offset()) * view.itemsize
     if not view.numel():
         return start, start
-    last = sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
-    return start, start + int(last + 1) * view.itemsize
+    end = sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
+    return start, start + int(end + 1) * view.itemsize
 
 
 def _ranges(views: list[Tensor]) -> list[tuple[int, int, list[int]]]:
@@ -84,8 +84,8 @@ def _ranges(views: list[Tensor]) -> list[tuple[int, int, list[int]]]:
     merged: list[tuple[int, int, list[int]]] = []
     for start, stop, number in sorted((*_range(view), number) for number, view in enumerate(views)):
         if merged and start < merged[-1][1]:
-            first, last, numbers = merged[-1]
-            merged[-1] = (first, max(last, stop), [*numbers, number])
+            range_start, range_end, numbers = merged[-1]
+            merged[-1] = (range_start, max(range_end, stop), [*numbers, number])
         else:
             merged.append((start, stop, [number]))
     return merged
@@ -204,13 +204,13 @@ def _of_file(manager: bytes, name: bytes, size: int) -> UntypedStorage:
 
 def _of_process(process: int, number: int, inode: int, device: int, size: int) -> UntypedStorage:
     key = inode, device
-    known: UntypedStorage | None = reductions.storage_from_cache(UntypedStorage, key)  # type: ignore[no-untyped-call]
-    if known is not None:
-        return known
+    cached: UntypedStorage | None = reductions.storage_from_cache(UntypedStorage, key)  # type: ignore[no-untyped-call]
+    if cached is not None:
+        return cached
     # If the sender has ended, this process may still have a descriptor of the memory, for example
     # if this process created the memory.
-    own = (f"/proc/self/fd/{own}" for own in os.listdir("/proc/self/fd"))
-    for path in (f"/proc/{process}/fd/{number}", *own):
+    descriptor_paths = (f"/proc/self/fd/{descriptor}" for descriptor in os.listdir("/proc/self/fd"))
+    for path in (f"/proc/{process}/fd/{number}", *descriptor_paths):
         with contextlib.suppress(FileNotFoundError), explaining():
             status = os.stat(path)
             if (status.st_ino, status.st_dev) == key:
@@ -218,10 +218,10 @@ def _of_process(process: int, number: int, inode: int, device: int, size: int) -
     raise _gone(f"a descriptor of process {process}")
 
 
-def _gone(place: str) -> OSError:
+def _gone(owner: str) -> OSError:
     return OSError(
         errno.ESTALE,
-        f"the memory of a tensor passed by reference is gone: it was shared by {place}, and the "
+        f"the memory of a tensor passed by reference is gone: it was shared by {owner}, and the "
         "processes that had it have ended or deleted the tensor",
     )
 
@@ -233,33 +233,33 @@ _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 Share = Callable[[UntypedStorage], Content]
 
 
-def reduced(obj: Any, parts: list[Any], *, copy_tensor: bool) -> Any:
-    """Return how to pickle a tensor, storage or CUDA event; append out-of-band parts to ``parts``.
+def reduced(value: Any, payloads: list[Any], *, copy_tensor: bool) -> Any:
+    """Return how to pickle a tensor, storage or CUDA event; append to ``payloads``.
 
     Raises:
         RuntimeError: a tensor to be passed by reference is the result of a computation that
             autograd recorded.
     """
-    if isinstance(obj, Tensor):
-        return _reduced_tensor(obj, parts, copy_tensor=copy_tensor)
-    if isinstance(obj, UntypedStorage):
-        return _reduced_storage(obj, parts, copy_tensor=copy_tensor)
-    if type(obj) is TypedStorage:
-        return reductions.rebuild_typed_storage, (obj._untyped_storage, obj.dtype)
-    if isinstance(obj, TypedStorage):
-        return reductions.rebuild_typed_storage_child, (obj._untyped_storage, type(obj))
-    return reductions.reduce_event(obj)  # type: ignore[no-untyped-call]
+    if isinstance(value, Tensor):
+        return _reduced_tensor(value, payloads, copy_tensor=copy_tensor)
+    if isinstance(value, UntypedStorage):
+        return _reduced_storage(value, payloads, copy_tensor=copy_tensor)
+    if type(value) is TypedStorage:
+        return reductions.rebuild_typed_storage, (value._untyped_storage, value.dtype)
+    if isinstance(value, TypedStorage):
+        return reductions.rebuild_typed_storage_child, (value._untyped_storage, type(value))
+    return reductions.reduce_event(value)  # type: ignore[no-untyped-call]
 
 
-def message(stream: bytes, parts: list[Any], copy_tensor: bool) -> bytes:
+def message(stream: bytes, payloads: list[Any], copy_tensor: bool) -> bytes:
     """Return a pickle that contains another pickle and its parts."""
-    return pickle.dumps(_Message(stream, parts, copy_tensor), 5)
+    return pickle.dumps(_Message(stream, payloads, copy_tensor), 5)
 
 
 class _Message:
-    def __init__(self, stream: bytes, parts: list[Any], copy_tensor: bool) -> None:
+    def __init__(self, stream: bytes, payloads: list[Any], copy_tensor: bool) -> None:
         self._stream = stream
-        self._encoded = encode_parts(parts, None if copy_tensor else by_name)
+        self._encoded = encode_parts(payloads, None if copy_tensor else by_name)
 
     def __reduce__(self) -> Any:
         return load, (self._stream, *self._encoded)
@@ -268,10 +268,10 @@ class _Message:
 def load(stream: bytes | memoryview, encoded: Iterable[Any], contents: Iterable[Content]) -> Any:
     """Return the object from its pickle and the result of ``encode_parts``."""
     storages = [rebuild(*arguments) for rebuild, *arguments in contents]
-    return pickle.loads(stream, buffers=[_decode_part(part, storages) for part in encoded])
+    return pickle.loads(stream, buffers=[_decode_part(payload, storages) for payload in encoded])
 
 
-def encode_parts(parts: list[Any], share: Share | None) -> tuple[list[Any], list[Content]]:
+def encode_parts(payloads: list[Any], share: Share | None) -> tuple[list[Any], list[Content]]:
     """Return the parts, with tensors as views of numbered storages, and the storages' contents.
 
     Args:
@@ -279,49 +279,49 @@ def encode_parts(parts: list[Any], share: Share | None) -> tuple[list[Any], list
         share: puts a storage into shared memory; None writes the bytes that tensors view, or the
             whole storage if it is one of the parts.
     """
-    encoded, contents = list(parts), list[Content]()
+    encoded, contents = list(payloads), list[Content]()
     owners: dict[int, tuple[UntypedStorage, list[int]]] = {}
-    for index, part in enumerate(parts):
-        if not isinstance(part, pickle.PickleBuffer):
-            storage = part.untyped_storage() if isinstance(part, Tensor) else part
+    for index, payload in enumerate(payloads):
+        if not isinstance(payload, pickle.PickleBuffer):
+            storage = payload.untyped_storage() if isinstance(payload, Tensor) else payload
             owners.setdefault(storage._cdata, (storage, []))[1].append(index)
     for storage, indices in owners.values():
-        views = [parts[index] for index in indices if isinstance(parts[index], Tensor)]
+        views = [payloads[index] for index in indices if isinstance(payloads[index], Tensor)]
         if share is not None or len(views) < len(indices):
             written = share(storage) if share else _content(as_bytes(storage))
             for index in indices:
-                encoded[index] = _encode_part(parts[index], len(contents))
+                encoded[index] = _encode_part(payloads[index], len(contents))
             contents.append(written)
             continue
-        for content, places in _viewed(storage, views):
-            for number, offset, stride in places:
+        for content, positions in _viewed(storage, views):
+            for number, offset, stride in positions:
                 view = _encode_part(views[number], len(contents), offset, stride)
                 encoded[indices[number]] = view
             contents.append(content)
     return encoded, contents
 
 
-def _encode_part(part: Any, number: int, offset: int | None = None, stride: Any = None) -> Any:
-    if not isinstance(part, Tensor):
+def _encode_part(payload: Any, number: int, offset: int | None = None, stride: Any = None) -> Any:
+    if not isinstance(payload, Tensor):
         return number
     return (
         number,
-        part.dtype,
-        part.storage_offset() if offset is None else offset,
-        tuple(part.shape),
-        part.stride() if stride is None else stride,
-        part.requires_grad,
-        part.is_conj(),
-        part.is_neg(),
+        payload.dtype,
+        payload.storage_offset() if offset is None else offset,
+        tuple(payload.shape),
+        payload.stride() if stride is None else stride,
+        payload.requires_grad,
+        payload.is_conj(),
+        payload.is_neg(),
     )
 
 
-def _decode_part(part: Any, storages: list[UntypedStorage]) -> Any:
-    if isinstance(part, int):
-        return storages[part]
-    if not isinstance(part, tuple):
-        return part
-    number, dtype, offset, size, stride, requires_grad, is_conj, is_neg = part
+def _decode_part(payload: Any, storages: list[UntypedStorage]) -> Any:
+    if isinstance(payload, int):
+        return storages[payload]
+    if not isinstance(payload, tuple):
+        return payload
+    number, dtype, offset, size, stride, requires_grad, is_conj, is_neg = payload
     storage = storages[number]
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     tensor.set_(storage, offset, size, stride)
@@ -332,7 +332,7 @@ def _decode_part(part: Any, storages: list[UntypedStorage]) -> Any:
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-def _reduced_tensor(tensor: Tensor, parts: list[Any], *, copy_tensor: bool) -> Any:
+def _reduced_tensor(tensor: Tensor, payloads: list[Any], *, copy_tensor: bool) -> Any:
     if not copy_tensor and tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError(
             f"a tensor of shape {tuple(tensor.shape)} cannot be passed by reference: autograd "
@@ -352,16 +352,16 @@ def _reduced_tensor(tensor: Tensor, parts: list[Any], *, copy_tensor: bool) -> A
     if is_handle:
         return reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
     warn_if_has_hooks(tensor)
-    parts.append(tensor)
+    payloads.append(tensor)
     return take, (MARK,)
 
 
-def _reduced_storage(storage: UntypedStorage, parts: list[Any], *, copy_tensor: bool) -> Any:
+def _reduced_storage(storage: UntypedStorage, payloads: list[Any], *, copy_tensor: bool) -> Any:
     if storage.device.type == "meta":
         return _empty, (storage.nbytes(), "meta")
     if storage.is_cuda and not copy_tensor:
         return Tensor.untyped_storage, (as_bytes(storage),)
-    parts.append(storage)
+    payloads.append(storage)
     return take, (MARK,)
 
 
@@ -377,16 +377,16 @@ def _sparse(
     layout: torch.layout,
     size: tuple[int, ...],
     requires_grad: bool,
-    parts: tuple[Tensor, Tensor | None, Tensor, bool],
+    components: tuple[Tensor, Tensor | None, Tensor, bool],
 ) -> Tensor:
     """Return a sparse tensor; torch's function for this keeps every tensor in a global list."""
-    first, second, values, is_coalesced = parts
+    indices, second, values, is_coalesced = components
     if second is None:
         tensor = torch.sparse_coo_tensor(
-            first, values, size, check_invariants=False, is_coalesced=is_coalesced
+            indices, values, size, check_invariants=False, is_coalesced=is_coalesced
         )
     else:
         tensor = torch.sparse_compressed_tensor(
-            first, second, values, size, layout=layout, check_invariants=False
+            indices, second, values, size, layout=layout, check_invariants=False
         )
     return tensor.requires_grad_() if requires_grad else tensor

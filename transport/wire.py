@@ -48,18 +48,18 @@ def pack(value: object, *, copy_tensor: bool, recurse: bool = False) -> Packed:
         OSError: no memory or no descriptors are left; the text names the limit.
     """
     if _is_plain(value):
-        stream, parts = pickle.dumps(value, 5), list[Any]()
+        stream, payloads = pickle.dumps(value, 5), list[Any]()
     else:
         # Imported late: a worker whose tasks only handle numbers starts without cloudpickle.
         from .pickling import split
 
-        stream, parts = split(value, recurse=recurse, copy_tensor=copy_tensor)
-    if not parts and len(stream) <= INLINE_BYTES:
+        stream, payloads = split(value, recurse=recurse, copy_tensor=copy_tensor)
+    if not payloads and len(stream) <= INLINE_BYTES:
         return Packed(stream)
     descriptors: list[int] = []
     try:
         with _descriptors.explaining():
-            return _packed(stream, parts, descriptors, copy_tensor=copy_tensor)
+            return _packed(stream, payloads, descriptors, copy_tensor=copy_tensor)
     except BaseException:
         _descriptors.close(descriptors)
         raise
@@ -98,16 +98,16 @@ def _is_plain(value: object) -> bool:
 
 
 def _packed(
-    stream: bytes, parts: list[Any], descriptors: list[int], *, copy_tensor: bool
+    stream: bytes, payloads: list[Any], descriptors: list[int], *, copy_tensor: bool
 ) -> Packed:
     """Return a message; append its descriptors to the list as soon as they are open."""
     flags = 0
-    if not all(isinstance(part, pickle.PickleBuffer) for part in parts):
-        stream, parts = _pickle_parts(stream, parts, descriptors, copy_tensor=copy_tensor)
+    if not all(isinstance(payload, pickle.PickleBuffer) for payload in payloads):
+        stream, payloads = _pickle_parts(stream, payloads, descriptors, copy_tensor=copy_tensor)
         flags |= _WITH_PARTS
-    if parts or len(stream) > INLINE_BYTES - _HEADER.size:
+    if payloads or len(stream) > INLINE_BYTES - _HEADER.size:
         flags |= _IN_MEMORY
-        buffers = [memoryview(stream), *(part.raw() for part in parts)]
+        buffers = [memoryview(stream), *(payload.raw() for payload in payloads)]
         descriptors.insert(0, _memory.write(_memory.aligned_pieces(buffers)))
         stream = b""
     if len(descriptors) > _descriptors.MAX_PER_VALUE:
@@ -117,7 +117,7 @@ def _packed(
 
 
 def _pickle_parts(
-    stream: bytes, parts: list[Any], descriptors: list[int], *, copy_tensor: bool
+    stream: bytes, payloads: list[Any], descriptors: list[int], *, copy_tensor: bool
 ) -> tuple[bytes, list[pickle.PickleBuffer]]:
     """Return a pickle that contains the value's pickle and parts, and the large buffers outside it.
 
@@ -130,11 +130,11 @@ def _pickle_parts(
     def share(storage: Any) -> Any:
         return _tensors.by_descriptor(storage, descriptors)
 
-    encoded, contents = _tensors.encode_parts(parts, None if copy_tensor else share)
+    encoded, contents = _tensors.encode_parts(payloads, None if copy_tensor else share)
     buffers: list[Any] = []
     is_inside = divider(buffers, OUT_OF_BAND_BYTES)
-    whole = (pickle.PickleBuffer(stream), encoded, contents)
-    return pickle.dumps(whole, 5, buffer_callback=is_inside), buffers
+    message = (pickle.PickleBuffer(stream), encoded, contents)
+    return pickle.dumps(message, 5, buffer_callback=is_inside), buffers
 
 
 def _load_parts(data: memoryview, *, buffers: Sequence[Any]) -> Any:

@@ -71,60 +71,64 @@ def _parse_blocks(spec: Any) -> tuple[list[str | type[nn.Module]], float | None]
             "blocks must be class names, module paths or patterns, or a mapping with classes "
             f"or min_params; got {names!r}"
         )
-    found = list(names)
-    for one in found:
-        if not isinstance(one, str) and not (isinstance(one, type) and issubclass(one, nn.Module)):
-            raise TypeError(f"a block must be named by a string or a module class, got {one!r}")
-    return found, size
+    blocks = list(names)
+    for block in blocks:
+        if not isinstance(block, str) and not (
+            isinstance(block, type) and issubclass(block, nn.Module)
+        ):
+            raise TypeError(f"a block must be named by a string or a module class, got {block!r}")
+    return blocks, size
 
 
 def _matches(modules: Mapping[str, nn.Module], name: str | type[nn.Module]) -> list[str]:
     if isinstance(name, type):
-        found = [path for path, module in modules.items() if isinstance(module, name)]
+        paths = [path for path, module in modules.items() if isinstance(module, name)]
     elif name and name in modules:
-        found = [name]
+        paths = [name]
     else:
-        found = [path for path, module in modules.items() if name in _class_names(module)]
-        if not found:
+        paths = [path for path, module in modules.items() if name in _class_names(module)]
+        if not paths:
             fitting = [path for path in modules if path and fnmatchcase(path, name)]
             inside = tuple(f"{path}." for path in fitting)
-            found = [path for path in fitting if not path.startswith(inside)]
-    if not found:
+            paths = [path for path in fitting if not path.startswith(inside)]
+    if not paths:
         classes = list(dict.fromkeys(type(module).__name__ for module in modules.values()))
-        wanted = name if isinstance(name, str) else name.__name__
-        hint = did_you_mean(wanted, [*classes, *filter(None, modules)])
+        block_name = name if isinstance(name, str) else name.__name__
+        hint = did_you_mean(block_name, [*classes, *filter(None, modules)])
         hint = hint or f"; its classes: {', '.join(classes)}"
-        raise ValueError(f"no module of the model has the class or path {wanted!r}{hint}")
-    return found
+        raise ValueError(f"no module of the model has the class or path {block_name!r}{hint}")
+    return paths
 
 
 def _class_names(module: nn.Module) -> set[str]:
     kinds = type(module).__mro__
     kinds = kinds[: kinds.index(nn.Module)]
-    return {one.__name__ for one in kinds} | {f"{one.__module__}.{one.__name__}" for one in kinds}
+    return {kind.__name__ for kind in kinds} | {
+        f"{kind.__module__}.{kind.__name__}" for kind in kinds
+    }
 
 
 def _by_size(modules: dict[str, nn.Module], chosen: set[str], min_params: float) -> list[str]:
     """Return the smallest modules with enough parameters, not counting ``chosen`` modules."""
-    taken = {id(one) for path in chosen for one in modules[path].parameters()}
-    found: list[str] = []
+    counted = {id(param) for path in chosen for param in modules[path].parameters()}
+    paths: list[str] = []
     largest = 0
     # In reverse module order, children come before their parents.
     for path, module in reversed(modules.items()):
         if not path or not _can_run(module) or path in chosen:
             continue
-        free = [one for one in module.parameters() if id(one) not in taken]
-        count = sum(one.numel() for one in free)
+        free = [param for param in module.parameters() if id(param) not in counted]
+        count = sum(param.numel() for param in free)
         largest = max(largest, count)
         if count >= min_params:
-            found.append(path)
-            taken.update(id(one) for one in free)
-    if not found and not chosen:
+            paths.append(path)
+            counted.update(id(param) for param in free)
+    if not paths and not chosen:
         raise ValueError(
             f"no module of the model has at least min_params={min_params:g} parameters; the "
             f"largest has {largest}"
         )
-    return found
+    return paths
 
 
 def _can_run(module: nn.Module) -> bool:
@@ -144,15 +148,15 @@ def find_parameters(
     chosen: list[str] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         inside = tuple(f"{path}." for path in modules if fnmatchcase(path, pattern))
-        found = [
+        matches = [
             name for name in parameters if fnmatchcase(name, pattern) or name.startswith(inside)
         ]
-        if not found:
+        if not matches:
             hint = did_you_mean(pattern, [*parameters, *modules])
             raise ValueError(
                 f"{setting}: no parameter of the model has the name or path {pattern!r}{hint}"
             )
-        chosen += found
+        chosen += matches
     return {name: parameters[name] for name in chosen}
 
 
@@ -204,11 +208,11 @@ def find_compiled(model: nn.Module, spec: CompileSpec) -> dict[str, nn.Module]:
         return {}
     backend, mode = options.get("backend", "inductor"), options.get("mode")
     if isinstance(backend, str):
-        known = torch.compiler.list_backends(exclude_tags=())
-        if backend not in known:
-            hint = did_you_mean(backend, known)
+        backends = torch.compiler.list_backends(exclude_tags=())
+        if backend not in backends:
+            hint = did_you_mean(backend, backends)
             raise ValueError(
-                f"compile: backend must be one of {', '.join(known)}, got {backend!r}{hint}"
+                f"compile: backend must be one of {', '.join(backends)}, got {backend!r}{hint}"
             )
     if mode is not None:
         if backend != "inductor":
@@ -279,14 +283,14 @@ def checkpoint_activations(model: nn.Module, spec: CheckpointingSpec) -> nn.Modu
 
 def find_checkpointed(model: nn.Module, spec: CheckpointingSpec) -> dict[str, nn.Module]:
     """Return the chosen blocks, by path; arguments and errors as for ``checkpoint_activations``."""
-    found = find_blocks(model, read_checkpointing(spec)[0])
-    for path, block in found.items():
+    blocks = find_blocks(model, read_checkpointing(spec)[0])
+    for path, block in blocks.items():
         if "forward" in vars(block):
             raise ValueError(
                 f"activation checkpointing needs the forward of the class {type(block).__name__}, "
                 f"but the forward of {path!r} was replaced by an attribute"
             )
-    return found
+    return blocks
 
 
 def read_checkpointing(spec: Any) -> tuple[Any, bool]:
@@ -332,8 +336,8 @@ def _checkpointed(kind: Any, preserve: bool) -> type[nn.Module]:
             return run(*args, **kwargs)
         # Bound here, because a keyword of the block may have the same name as one of checkpoint().
         call = functools.partial(run, **kwargs)
-        norms = [one for one in self.modules() if isinstance(one, _NormBase)]
-        norms = [one for one in norms if one.training and one.track_running_stats]
+        norms = [module for module in self.modules() if isinstance(module, _NormBase)]
+        norms = [norm for norm in norms if norm.training and norm.track_running_stats]
         if norms:
             return _with_fixed_statistics(norms, call, args, preserve)
         return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=preserve)
@@ -345,8 +349,8 @@ def _checkpointed(kind: Any, preserve: bool) -> type[nn.Module]:
 
 
 def _new(kind: Any, preserve: bool, *arguments: Any) -> Any:
-    made: Any = _checkpointed(kind, preserve)
-    return made.__new__(made, *arguments)
+    subclass: Any = _checkpointed(kind, preserve)
+    return subclass.__new__(subclass, *arguments)
 
 
 @uncompiled("a checkpointed block with running statistics runs outside of graphs")
@@ -354,8 +358,8 @@ def _with_fixed_statistics(
     norms: Sequence[_NormBase], call: Callable[..., Any], args: Sequence[Any], preserve: bool
 ) -> Any:
     """Checkpoint a call whose second forward does not update running statistics."""
-    for one in norms:
-        if isinstance(one, SynchronizedBatchNorm) and one._place is not None:
+    for norm in norms:
+        if isinstance(norm, SynchronizedBatchNorm) and norm._place is not None:
             raise RuntimeError(
                 "a block with synchronised BatchNorm cannot be checkpointed under dp, whose "
                 "copies do not communicate in the backward; choose smaller blocks, or ddp"
@@ -372,13 +376,13 @@ def _with_fixed_statistics(
 @contextmanager
 def _fixed(norms: Iterable[_NormBase]) -> Iterator[None]:
     """Disable updates of running statistics; layers still save the same tensors for backward."""
-    before = [(one, one.momentum, one._buffers.get("num_batches_tracked")) for one in norms]
+    before = [(norm, norm.momentum, norm._buffers.get("num_batches_tracked")) for norm in norms]
     try:
-        for one, _, _ in before:
-            one.momentum = 0.0
-            one._buffers["num_batches_tracked"] = None
+        for norm, _, _ in before:
+            norm.momentum = 0.0
+            norm._buffers["num_batches_tracked"] = None
         yield
     finally:
-        for one, momentum, count in before:
-            one.momentum = momentum
-            one._buffers["num_batches_tracked"] = count
+        for norm, momentum, count in before:
+            norm.momentum = momentum
+            norm._buffers["num_batches_tracked"] = count

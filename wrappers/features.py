@@ -161,8 +161,8 @@ def explain_optim_wrapper(error: BaseException, optim_wrapper: Any, data: Any) -
 class _Foreign:
     """A view of an object from another library, with ``defaults`` for missing features."""
 
-    def __init__(self, part: Any, defaults: Any) -> None:
-        self._part, self._defaults = part, defaults
+    def __init__(self, inner: Any, defaults: Any) -> None:
+        self._part, self._defaults = inner, defaults
 
     def __getattr__(self, name: str) -> Any:
         default = getattr(self._defaults, name)

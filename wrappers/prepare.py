@@ -102,7 +102,7 @@ def _check_compiled(
 ) -> dict[str, nn.Module]:
     """Return the modules to compile; raise ValueError if they cannot be compiled."""
     compiled = find_compiled(model, preparation.compile)
-    inside = {id(part) for one in compiled.values() for part in one.modules()}
+    inside = {id(child) for block in compiled.values() for child in block.modules()}
     if inside and preparation.tensor_parallel:
         from torch.distributed.tensor.parallel import RowwiseParallel
 
@@ -137,10 +137,10 @@ def freeze_parameters(model: nn.Module, patterns: str | Iterable[str]) -> list[s
     Raises:
         ValueError: a pattern matches nothing.
     """
-    found = find_parameters(model, patterns, "freeze")
-    for parameter in found.values():
+    matches = find_parameters(model, patterns, "freeze")
+    for parameter in matches.values():
         parameter.requires_grad_(False)
-    return list(found)
+    return list(matches)
 
 
 def split_parameters(model: nn.Module, preparation: Preparation) -> list[nn.Parameter]:
@@ -150,7 +150,7 @@ def split_parameters(model: nn.Module, preparation: Preparation) -> list[nn.Para
     from .sharding.tensor_parallel import planned_layers
 
     layers = planned_layers(model, preparation.tensor_parallel).values()
-    return [one for layer in layers for one in layer.parameters()]
+    return [param for layer in layers for param in layer.parameters()]
 
 
 def prepare_model(

@@ -91,7 +91,9 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the copies; return the losses or predictions of the whole batch."""
         mode = kwargs.get("mode")
-        if mode is None and any(one in ("loss", "predict") for one in inputs if type(one) is str):
+        if mode is None and any(
+            value in ("loss", "predict") for value in inputs if type(value) is str
+        ):
             raise TypeError("mode must be given by its name: mode='loss'")
         if mode not in ("loss", "predict"):
             return super().forward(*inputs, **kwargs)
@@ -99,17 +101,20 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
         device = self._output_device()
         if mode == "loss":
             shares = self._shares(*arguments)
-            return join(outputs, lambda parts: _averaged(parts, shares, device))
-        if all(isinstance(one, list) for one in outputs):
+            return join(outputs, lambda tensors: _averaged(tensors, shares, device))
+        if all(isinstance(output, list) for output in outputs):
             return list(chain.from_iterable(move(outputs, device)))
         return self.gather(outputs, device)
 
     def _shares(self, inputs: Any, kwargs: Any) -> list[float]:
         """Return the weight of each copy's part of the batch."""
-        named = [{key: one for key, one in each.items() if key != "mode"} for each in kwargs]
+        named = [
+            {key: value for key, value in named_batch.items() if key != "mode"}
+            for named_batch in kwargs
+        ]
         if self._loss_weight is None:
             return share_of_each(inputs, named, self.dim, self.scatter_strategy is scatter_samples)
-        batches = [each or args for each, args in zip(named, inputs, strict=True)]
+        batches = [named_batch or args for named_batch, args in zip(named, inputs, strict=True)]
         weights = [float(self._loss_weight.of(batch)) for batch in batches]
         total = sum(weights)
         return [weight / total if total else 0.0 for weight in weights]
@@ -118,19 +123,21 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
         """Split the arguments over the devices; pass ``mode`` to every copy."""
         if "mode" not in kwargs:
             return super().scatter(inputs, kwargs, device_ids)
-        others = dict(kwargs)
-        mode = {"mode": others.pop("mode")}
-        chunks, named = super().scatter(inputs, others, device_ids)
+        options = dict(kwargs)
+        mode = {"mode": options.pop("mode")}
+        chunks, named = super().scatter(inputs, options, device_ids)
         if not chunks and not named:
             return [()], [mode]
-        return chunks, [{**one, **mode} for one in named]
+        return chunks, [{**named_chunk, **mode} for named_chunk in named]
 
 
-def _averaged(parts: list[Tensor], shares: list[float], device: torch.device) -> Tensor:
+def _averaged(tensors: list[Tensor], shares: list[float], device: torch.device) -> Tensor:
     """Average a loss over the copies, weighted by their shares of the batch."""
-    if parts[0].ndim:
-        return dict_gather(parts, device)  # type: ignore[no-any-return]
-    pairs = zip(parts, shares, strict=True)
+    if tensors[0].ndim:
+        return dict_gather(tensors, device)  # type: ignore[no-any-return]
+    pairs = zip(tensors, shares, strict=True)
     # The mean of an empty part may be NaN, and NaN times 0 is still NaN.
-    weighted = ((part if share else part.nan_to_num()).to(device) * share for part, share in pairs)
+    weighted = (
+        (tensor if share else tensor.nan_to_num()).to(device) * share for tensor, share in pairs
+    )
     return reduce(torch.add, weighted)

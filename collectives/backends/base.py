@@ -53,7 +53,7 @@ class TensorBaseDistBackend(BaseDistBackend):
     """
 
     @abstractmethod
-    def _object_to_tensor(self, obj: Any) -> tuple[Any, Any]:
+    def _object_to_tensor(self, value: Any) -> tuple[Any, Any]:
         """Return the object as a flat tensor, and its number of elements as a tensor."""
 
     @abstractmethod
@@ -117,9 +117,9 @@ class TensorBaseDistBackend(BaseDistBackend):
         self._raise_together(problem)
         return received  # type: ignore[return-value]
 
-    def _encode(self, obj: object) -> tuple[tuple[Any, Any], Exception | None]:
+    def _encode(self, value: object) -> tuple[tuple[Any, Any], Exception | None]:
         """Return the encoded object and None; after an error, an encoded None and the error."""
-        encoded, problem = attempt(lambda: self._object_to_tensor(obj))
+        encoded, problem = attempt(lambda: self._object_to_tensor(value))
         return encoded or self._object_to_tensor(None), problem
 
     def _gather(self, encoded: tuple[Any, Any]) -> list[tuple[Any, int]]:
@@ -130,8 +130,8 @@ class TensorBaseDistBackend(BaseDistBackend):
         return list(zip(tensors, sizes, strict=True))
 
     def _raise_together(self, problem: Exception | None) -> None:
-        own = None if problem is None else text_of(problem)
-        answers = self._gather(self._object_to_tensor(own))
+        message = None if problem is None else text_of(problem)
+        answers = self._gather(self._object_to_tensor(message))
         texts = [self._tensor_to_object(tensor, size) for tensor, size in answers]
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
         if failed:
@@ -146,8 +146,8 @@ class PicklesInTensors:
     def _device(self) -> torch.device:
         return torch.device("cpu")
 
-    def _object_to_tensor(self, obj: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        tensor = obj2tensor(obj, self._device())
+    def _object_to_tensor(self, value: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tensor = obj2tensor(value, self._device())
         return tensor, torch.tensor([tensor.numel()], device=tensor.device)
 
     def _tensor_to_object(self, tensor: torch.Tensor, size: int) -> Any:

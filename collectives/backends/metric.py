@@ -76,12 +76,12 @@ class BaseMetric(ABC):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the metric of one batch on this rank, without changing the stored results."""
-        kept, self._results = self._results, []
+        stored, self._results = self._results, []
         try:
             self.add(*args, **kwargs)
             return self.compute_metric(self._results)
         finally:
-            self._results = kept
+            self._results = stored
 
     def compute(self, size: int | None = None) -> Any:
         """Return the metric of the results of all ranks; every rank must call this.
@@ -148,15 +148,17 @@ def _gather_state(
             f"process_group must be None with metric_sync(), got {group}; pass the group to the "
             f"backend: metric_sync(TorchDist(group))"
         )
-    parts = _gather(backend, state.detach(), problem, "metric_sync() ")
-    return [part.to(state.device) for part in parts]
+    states = _gather(backend, state.detach(), problem, "metric_sync() ")
+    return [gathered_state.to(state.device) for gathered_state in states]
 
 
-def _gather(backend: BaseDistBackend, own: T, problem: Exception | None, what: str) -> list[T]:
+def _gather(
+    backend: BaseDistBackend, local_value: T, problem: Exception | None, prefix: str
+) -> list[T]:
     """Return all ranks' objects, or raise the first rank's problem on every rank."""
-    gathered = backend.all_gather_object((failure_of(problem, backend.rank), own))
-    raise_first([failure for failure, _ in gathered], problem, what)
-    return [part for _, part in gathered]
+    gathered = backend.all_gather_object((failure_of(problem, backend.rank), local_value))
+    raise_first([failure for failure, _ in gathered], problem, prefix)
+    return [rank_value for _, rank_value in gathered]
 
 
 def _has_peers(backend: BaseDistBackend) -> bool:

@@ -87,8 +87,8 @@ def register_dist_backend(name: str, cls: type[BaseDistBackend], force: bool = F
     _check_class(cls)
     with _lock:
         if name in _classes and not force:
-            taken = _classes[name].__qualname__
-            raise KeyError(f"{name} is the backend {taken}; force=True replaces it")
+            class_name = _classes[name].__qualname__
+            raise KeyError(f"{name} is the backend {class_name}; force=True replaces it")
         _classes[name] = cls
         _instances.pop(name, None)
 

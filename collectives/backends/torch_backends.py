@@ -84,10 +84,10 @@ class TorchCPUDist(_TorchRanks, PicklesInTensors, TensorBaseDistBackend):
         return comm_device(prefer=torch.device("cpu"))
 
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        received = [torch.empty_like(tensor) for _ in range(self.world_size)]
         with calling("all_gather"):
-            dist.all_gather(parts, tensor)
-        return parts
+            dist.all_gather(received, tensor)
+        return received
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
         with calling("broadcast"):

@@ -326,14 +326,14 @@ def _new_group(
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
         return chosen, timeout_s, backend
 
-    asked = results_of_all(choose, what="CollectiveGroup.create() ")
-    for rank, other in enumerate(asked):
-        if other != asked[0]:
+    requests = results_of_all(choose, prefix="CollectiveGroup.create() ")
+    for rank, other in enumerate(requests):
+        if other != requests[0]:
             raise ValueError(
                 "CollectiveGroup.create() must get the same ranks, timeout_s and backend on all "
-                f"ranks, got {asked[0]} on rank 0 and {other} on rank {rank}"
+                f"ranks, got {requests[0]} on rank 0 and {other} on rank {rank}"
             )
-    chosen = asked[0][0]
+    chosen = requests[0][0]
     with calling("CollectiveGroup.create"):
         group = dist.new_group(chosen, timedelta(seconds=timeout_s), backend)
         if dist.get_rank() not in chosen:

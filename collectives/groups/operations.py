@@ -115,9 +115,9 @@ class CollectiveHandle(Generic[T]):
             except RuntimeError as error:
                 if not failed or isinstance(error, CollectiveError):
                     raise
-                place, transport = call.here(), dist.get_backend_config(group)
+                position, transport = call.here(), dist.get_backend_config(group)
                 raise CollectiveError(
-                    f"{name}() on rank {place.rank} ({place.site}) {failed}. The transport "
+                    f"{name}() on rank {position.rank} ({position.site}) {failed}. The transport "
                     f"({transport}) says: {error}"
                 ) from error
 
@@ -163,13 +163,13 @@ def broadcast(
     place_in_group(src, group)
     is_source = dist.get_rank() == src
     targets = _own(data, several, is_target=several or not is_source)
-    first = targets[_index("src_tensor", src_tensor, targets) if is_source else 0]
-    memory = Memory(first, travel_device(group, first), is_read=is_source)
+    first_target = targets[_index("src_tensor", src_tensor, targets) if is_source else 0]
+    memory = Memory(first_target, travel_device(group, first_target), is_read=is_source)
     yield
     yield [dist.broadcast(memory.bytes, src, group, async_op=True)]
     if not is_source:
         memory.store()
-    _write(first, [target for target in targets if target is not first])
+    _write(first_target, [target for target in targets if target is not first_target])
 
 
 def all_reduce(group: _Group, data: Any, op: ReduceOp, *, several: bool = False) -> Steps[None]:
@@ -200,15 +200,15 @@ def _reduce(
     several: bool,
     dst: int | None = None,
 ) -> Steps[None]:
-    first, *others = [tensor.detach() for tensor in tensors]
-    own_op = checked_op(_name_of(op), first.dtype)
-    reduction = Reduction(first, own_op, group, others=others, dst=dst)
+    first_tensor, *further = [tensor.detach() for tensor in tensors]
+    own_op = checked_op(_name_of(op), first_tensor.dtype)
+    reduction = Reduction(first_tensor, own_op, group, further=further, dst=dst)
     # The ranks may have different numbers of tensors.
     is_counted = several and own_op == "mean"
     yield
     works = [reduction.start()]
     if is_counted:
-        count = torch.tensor(len(tensors), device=comm_device(group, prefer=first.device))
+        count = torch.tensor(len(tensors), device=comm_device(group, prefer=first_tensor.device))
         works.append(dist.all_reduce(count, group=group, async_op=True))
     yield works
     if targets:
@@ -219,15 +219,15 @@ def all_gather(group: _Group, tensor_list: _Tensors, tensor: torch.Tensor) -> St
     yield Named("group.all_gather", group, lambda: describe_dtype(tensor))
     checked_tensor("tensor", tensor)
     targets = one_per_rank("tensor_list", tensor_list, group, is_target=True)
-    place = dist.get_rank(group)
-    check_like(f"tensor_list[{place}]", targets[place], "tensor", tensor)
+    group_rank = dist.get_rank(group)
+    check_like(f"tensor_list[{group_rank}]", targets[group_rank], "tensor", tensor)
     device = travel_device(group, tensor)
-    own = Memory(tensor, device, is_read=True).bytes
-    parts = [Memory(target, device, is_read=False) for target in targets]
+    sent = Memory(tensor, device, is_read=True).bytes
+    received = [Memory(target, device, is_read=False) for target in targets]
     yield
-    yield start_all_gather([part.bytes for part in parts], own, group)
-    for part in parts:
-        part.store()
+    yield start_all_gather([memory.bytes for memory in received], sent, group)
+    for memory in received:
+        memory.store()
 
 
 def all_gather_several(
@@ -238,17 +238,17 @@ def all_gather_several(
     inputs = checked_tensors("input_tensor_list", input_tensor_list, are_alike=True)
     lists = _output_lists(output_tensor_lists, inputs)
     device = travel_device(group, inputs[0])
-    own = torch.cat([Memory(tensor, device, is_read=True).bytes for tensor in inputs])
+    sent = torch.cat([Memory(tensor, device, is_read=True).bytes for tensor in inputs])
     yield
     counts = _agreed_counts(group, inputs, len(lists[0]))
-    parts = [own.new_empty(count * inputs[0].nbytes) for count in counts]
-    parts[dist.get_rank(group)] = own
-    yield start_all_gather(parts, own, group)
+    received = [sent.new_empty(count * inputs[0].nbytes) for count in counts]
+    received[dist.get_rank(group)] = sent
+    yield start_all_gather(received, sent, group)
     for outputs in lists:
         targets = iter(outputs)
-        for count, part in zip(counts, parts, strict=True):
+        for count, rank_bytes in zip(counts, received, strict=True):
             # Copy the whole part to the device at once.
-            values = part.to(outputs[0].device).view(inputs[0].dtype)
+            values = rank_bytes.to(outputs[0].device).view(inputs[0].dtype)
             for value in values.view(count, *inputs[0].shape):
                 _write(value, [next(targets)])
 
@@ -261,13 +261,13 @@ def gather(
     place_in_group(dst, group, "dst")
     targets = _list_on("gather_list", gather_list, dst, group, tensor, is_target=True)
     device = travel_device(group, tensor)
-    own = Memory(tensor, device, is_read=True).bytes
-    parts = [Memory(target, device, is_read=False) for target in targets]
-    memory = [part.bytes for part in parts] or None
+    sent = Memory(tensor, device, is_read=True).bytes
+    received = [Memory(target, device, is_read=False) for target in targets]
+    memory = [buffer.bytes for buffer in received] or None
     yield
-    yield [dist.gather(own, memory, dst, group, async_op=True)]
-    for part in parts:
-        part.store()
+    yield [dist.gather(sent, memory, dst, group, async_op=True)]
+    for buffer in received:
+        buffer.store()
 
 
 def scatter(
@@ -278,11 +278,11 @@ def scatter(
     place_in_group(src, group)
     sources = _list_on("scatter_list", scatter_list, src, group, tensor)
     device = travel_device(group, tensor)
-    own = Memory(tensor, device, is_read=False)
+    received = Memory(tensor, device, is_read=False)
     memory = [Memory(source, device, is_read=True).bytes for source in sources] or None
     yield
-    yield [dist.scatter(own.bytes, memory, src, group, async_op=True)]
-    own.store()
+    yield [dist.scatter(received.bytes, memory, src, group, async_op=True)]
+    received.store()
 
 
 def reduce_scatter(
@@ -297,23 +297,23 @@ def reduce_scatter(
     yield Named(name, group, lambda: f"{_name_of(op)} of {describe_dtype(output)}")
     target = checked_tensor("output", output, is_target=True).detach()
     inputs = one_per_rank("input_list", input_list, group)
-    place = dist.get_rank(group)
-    check_like(f"input_list[{place}]", inputs[place], "output", output)
+    group_rank = dist.get_rank(group)
+    check_like(f"input_list[{group_rank}]", inputs[group_rank], "output", output)
     own_op = checked_op(_name_of(op), target.dtype)
-    first, *others = yield from _exchange(inputs, [target] * len(inputs), group)
-    _write(Reduction(first, own_op, group, others=others).result(), [target])
+    base, *further = yield from _exchange(inputs, [target] * len(inputs), group)
+    _write(Reduction(base, own_op, group, further=further).result(), [target])
 
 
 def all_to_all(group: _Group, output_list: _Tensors, input_list: _Tensors) -> Steps[None]:
     yield Named("group.all_to_all", group, lambda: describe_dtype(input_list))
     inputs = one_per_rank("input_tensor_list", input_list, group)
     outputs = one_per_rank("output_tensor_list", output_list, group, is_target=True)
-    place = dist.get_rank(group)
-    names = [f"{kind}_tensor_list[{place}]" for kind in ("output", "input")]
-    check_like(names[0], outputs[place], names[1], inputs[place])
+    group_rank = dist.get_rank(group)
+    names = [f"{kind}_tensor_list[{group_rank}]" for kind in ("output", "input")]
+    check_like(names[0], outputs[group_rank], names[1], inputs[group_rank])
     received = yield from _exchange(inputs, outputs, group)
-    for output, part in zip(outputs, received, strict=True):
-        _write(part, [output])
+    for output, result in zip(outputs, received, strict=True):
+        _write(result, [output])
 
 
 def barrier(group: _Group) -> Steps[None]:
@@ -326,13 +326,13 @@ def _exchange(inputs: _Tensors, outputs: _Tensors, group: _Group) -> Steps[list[
     """Send ``inputs[i]`` to group rank ``i``; return the received tensors, shaped like outputs."""
     device = travel_device(group, inputs[0])
     memory = [Memory(tensor, device, is_read=True).bytes for tensor in inputs]
-    sizes = [output.nbytes for output in outputs], [part.numel() for part in memory]
+    sizes = [output.nbytes for output in outputs], [buffer.numel() for buffer in memory]
     sent = torch.cat(memory)
     received = torch.empty(sum(sizes[0]), dtype=torch.uint8, device=device)
     yield
     yield [dist.all_to_all_single(received, sent, *sizes, group, async_op=True)]
     pairs = zip(torch.split(received, sizes[0]), outputs, strict=True)
-    return [piece.view(output.dtype).view(output.shape) for piece, output in pairs]
+    return [chunk.view(output.dtype).view(output.shape) for chunk, output in pairs]
 
 
 def _name(name: str, several: bool) -> str:

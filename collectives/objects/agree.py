@@ -56,13 +56,13 @@ def failure_of(problem: Exception | None, rank: int | None = None) -> Failure | 
 
 
 def raise_first(
-    failures: Sequence[Failure | None], own: Exception | None = None, what: str = ""
+    failures: Sequence[Failure | None], cause: Exception | None = None, prefix: str = ""
 ) -> None:
-    """Raise the first of the ranks' failures, if any; its cause is this rank's error ``own``."""
+    """Raise the first of the ranks' failures, if any; its cause is this rank's error ``cause``."""
     for failure in failures:
         if failure is not None:
-            text = f"{what}on rank {failure.rank} ({failure.site}): {failure.text}"
-            raise failure.kind(text) from own
+            text = f"{prefix}on rank {failure.rank} ({failure.site}): {failure.text}"
+            raise failure.kind(text) from cause
 
 
 def run_together(
@@ -79,18 +79,20 @@ def run_together(
         None; and this rank's exception, or None. If there is a failure, the caller should raise an
         error from this exception.
     """
-    result, own = attempt(action)
-    reports = gather((result, failure_of(own)))
-    return [one for one, _ in reports], [failure for _, failure in reports], own
+    result, problem = attempt(action)
+    reports = gather((result, failure_of(problem)))
+    return [value for value, _ in reports], [failure for _, failure in reports], problem
 
 
-def results_of_all(action: Callable[[], T], group: Group = None, what: str = "") -> list[T]:
+def results_of_all(action: Callable[[], T], group: Group = None, prefix: str = "") -> list[T]:
     """Run ``action`` and return the results of all ranks; raise on every rank if one fails.
 
     Every rank must call this.
     """
-    results, failures, own = run_together(action, lambda own: all_gather_object(own, group))
-    raise_first(failures, own, what)
+    results, failures, problem = run_together(
+        action, lambda report: all_gather_object(report, group)
+    )
+    raise_first(failures, problem, prefix)
     return results
 
 
@@ -100,9 +102,9 @@ def agree(
     details: Callable[[], T],
     *,
     problem: Exception | None = None,
-    pieces: Sequence[bytes | memoryview] = (),
+    inline: Sequence[bytes | memoryview] = (),
 ) -> tuple[list[Header], list[T] | None]:
-    """Compare a text between ranks by its digest, and send ``pieces`` in the same message.
+    """Compare a text between ranks by its digest, and send ``inline`` in the same message.
 
     Every rank must call this. It returns the headers of all ranks, and the results of ``details``
     of all ranks if the texts differ, otherwise None. If ranks have a ``problem``, every rank raises
@@ -110,7 +112,7 @@ def agree(
     """
     # A rank with a problem sends a random text, which differs from all others, so all ranks
     # exchange details. Instead of details, this rank reports its problem.
-    headers = exchange_headers(call, agreed=uuid.uuid4().hex if problem else text, pieces=pieces)
+    headers = exchange_headers(call, agreed=uuid.uuid4().hex if problem else text, inline=inline)
     if len({header.agreed for header in headers}) == 1:
         return headers, None
 

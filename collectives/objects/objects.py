@@ -37,8 +37,8 @@ def broadcast(obj: T, src: int = 0, group: Group = None) -> T:
     if live_world_size(group) == 1:
         return obj
     is_source = dist.get_rank() == src
-    others = [rank for rank in members(group) if rank != src]
-    received = _collect("broadcast", obj, group, others, f"from rank {src}", is_sent=is_source)
+    receivers = [rank for rank in members(group) if rank != src]
+    received = _collect("broadcast", obj, group, receivers, f"from rank {src}", is_sent=is_source)
     copy: T = obj if is_source else received[src]
     return copy
 
@@ -76,7 +76,7 @@ def gather_object(obj: T, dst: int = 0, group: Group = None) -> list[T] | None:
 
 def scatter_object(objs: Sequence[T] | None, src: int, group: dist.ProcessGroup) -> T:
     """Return this rank's object from the list on global rank ``src``; every rank must call this."""
-    place, device, ranks = place_in_group(src, group), comm_device(group), members(group)
+    position, device, ranks = place_in_group(src, group), comm_device(group), members(group)
     is_source = dist.get_rank() == src
     packed_objects, problem = attempt(lambda: _pack_each(objs, src, ranks) if is_source else {})
     plan = {
@@ -97,8 +97,8 @@ def scatter_object(objs: Sequence[T] | None, src: int, group: dist.ProcessGroup)
             dist.recv(buffer, src, group)
             memory[src] = buffer.cpu().numpy().data
         received = _unpack(call, memory, any(is_foreign for _, is_foreign in plan.values()))
-    own: T = objs[place] if is_source and objs is not None else received[src]
-    return own
+    received_object: T = objs[position] if is_source and objs is not None else received[src]
+    return received_object
 
 
 def pad_to_largest_tensor(
@@ -137,20 +137,20 @@ def sync_random_seed(group: Group = None) -> int:
 
 def _collect(
     name: str,
-    obj: object,
+    value: object,
     group: Group,
     receivers: Sequence[int],
     detail: str = "",
     *,
     is_sent: bool = True,
 ) -> dict[int, Any]:
-    """Send ``obj`` to the receivers; return the objects that this rank received, by global rank."""
+    """Send ``value`` to the receivers; return what this rank received, by global rank."""
 
     def describe() -> str | Iterable[object]:
-        return obj.keys() if isinstance(obj, Mapping) else type(obj).__name__
+        return value.keys() if isinstance(value, Mapping) else type(value).__name__
 
     # Pickles outside of `calling`, because this runs the user's code, which may call collectives.
-    packed, problem = attempt(lambda: pack(obj) if is_sent else None)
+    packed, problem = attempt(lambda: pack(value) if is_sent else None)
     with calling(name, group, describe, detail, has_headers=True) as call:
         return _exchange(call, packed, problem, receivers)
 
@@ -163,7 +163,11 @@ def _pack_each(objs: object, src: int, ranks: Sequence[int]) -> dict[int, Packed
             f"objs must have {len(ranks)} objects, one for each of the ranks {ranks}, "
             f"got {len(objs)}"
         )
-    return {rank: pack(obj) for rank, obj in zip(ranks, objs, strict=True) if rank != src}
+    return {
+        rank: pack(sent_object)
+        for rank, sent_object in zip(ranks, objs, strict=True)
+        if rank != src
+    }
 
 
 def _exchange(
@@ -180,11 +184,11 @@ def _exchange(
     Raises:
         CollectiveError: on every rank, if one has a problem or cannot unpickle.
     """
-    own, ranks = packed or _NOTHING, members(call.group)
+    sent, ranks = packed or _NOTHING, members(call.group)
     headers = exchange_headers(
         call,
-        pieces=own.pieces,
-        is_foreign=own.is_foreign,
+        inline=sent.pieces,
+        is_foreign=sent.is_foreign,
         host=host(),
         problem=problem,
         failed_to=failed_to,
@@ -194,11 +198,11 @@ def _exchange(
     sizes = {rank: header.size for rank, header in by_rank.items() if header.size > INLINE_BYTES}
     memory = {rank: header.inline for rank, header in by_rank.items() if header.size}
     if sizes and max(sizes.values()) >= _SHARED_FROM and len({h.host for h in headers}) == 1:
-        objects = _share(call, own, sizes, memory, receivers)
+        objects = _share(call, sent, sizes, memory, receivers)
         if objects is not None:
             return objects
     if sizes:
-        memory |= _transmit(call.group, own, sizes, receivers)
+        memory |= _transmit(call.group, sent, sizes, receivers)
     return _unpack(call, memory if dist.get_rank() in receivers else {}, may_fail)
 
 
@@ -213,13 +217,13 @@ def _share(
     rank, group = dist.get_rank(), call.group
     # The memory stays open until all ranks agree on the outcome, because they may still map it.
     with share_pieces(packed.pieces if rank in sizes else []) as own_place:
-        places = dict(zip(members(group), gather_numbers(own_place, group), strict=True))
-        if any(place[-1] for place in places.values()):
+        addresses = dict(zip(members(group), gather_numbers(own_place, group), strict=True))
+        if any(address[-1] for address in addresses.values()):
             return None
         if rank not in receivers:
             return _agree_on(call, _DONE, {})
         try:
-            shared = {sender: map_pieces(places[sender], size) for sender, size in sizes.items()}
+            shared = {sender: map_pieces(addresses[sender], size) for sender, size in sizes.items()}
         except OSError:
             return _agree_on(call, _NOT_MAPPED, {})
         objects, problem = attempt(lambda: _unpack_each({**memory, **shared}))
@@ -266,7 +270,7 @@ def _unpack(call: Call, memory: Mapping[int, memoryview], may_fail: bool) -> dic
 
 
 def _unpack_each(memory: Mapping[int, memoryview]) -> dict[int, Any]:
-    return {rank: unpack(part) for rank, part in memory.items()}
+    return {rank: unpack(memory_view) for rank, memory_view in memory.items()}
 
 
 def _agree_on(

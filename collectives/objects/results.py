@@ -122,16 +122,16 @@ def create_tmpdir(
             f"create_tmpdir() on rank {rank} needs a process group to receive rank 0's directory, "
             "got none: call init_process_group() first, or give tmpdir"
         )
-    made: list[str] = []
+    created: list[str] = []
 
     def make() -> str:
-        made.append(tempfile.mkdtemp(prefix="stepwrap_", dir=_parent(use_system_tmp)))
-        return made[0]
+        created.append(tempfile.mkdtemp(prefix="stepwrap_", dir=_parent(use_system_tmp)))
+        return created[0]
 
     try:
         return _from_first_rank(make, None, "create_tmpdir() ")
     except BaseException:
-        for folder in made:
+        for folder in created:
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
@@ -233,11 +233,11 @@ def _is_first(group: Group) -> bool:
     return live_world_size(group) == 1 or dist.get_rank(group) == 0
 
 
-def _from_first_rank(make: Callable[[], str], group: Group, what: str) -> str:
+def _from_first_rank(make: Callable[[], str], group: Group, prefix: str) -> str:
     """Return the result of ``make`` on the group's first rank; raise its error on every rank."""
     if live_world_size(group) == 1:
         return make()
-    return results_of_all(lambda: make() if _is_first(group) else "", group, what)[0]
+    return results_of_all(lambda: make() if _is_first(group) else "", group, prefix)[0]
 
 
 def _part_path(folder: Path, rank: int) -> Path:
@@ -250,17 +250,17 @@ def _write_part(data: object, folder: Path) -> bytes:
     # Any rank may be first. Without a shared file system, each host creates and removes its own.
     folder.mkdir(mode=0o700, exist_ok=True)
     try:
-        pieces = pack(data).pieces
+        chunks = pack(data).pieces
     except Exception as error:
         raise CollectiveError(f"cannot pickle the object: {text_of(error)}") from error
     digest = hashlib.blake2b()
-    part = _part_path(folder, dist.get_rank())
-    unfinished = part.with_suffix(".tmp")
+    file_path = _part_path(folder, dist.get_rank())
+    unfinished = file_path.with_suffix(".tmp")
     with unfinished.open("xb") as file:
-        for piece in pieces:
-            digest.update(piece)
-            file.write(piece)
-    os.replace(unfinished, part)
+        for chunk in chunks:
+            digest.update(chunk)
+            file.write(chunk)
+    os.replace(unfinished, file_path)
     return digest.digest()
 
 

@@ -136,13 +136,13 @@ class PackedObject(NamedTuple):
         return sum(map(len, self.pieces))
 
 
-def pack(obj: object) -> PackedObject:
+def pack(value: object) -> PackedObject:
     """Return the object as a ``PackedObject``; errors of its pickling are raised unchanged."""
     data, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     pickler = _Pickler(data, buffer_callback=divider(buffers, OUT_OF_BAND_BYTES))
-    pickler.dump(obj)
-    pieces = aligned_pieces([data.getbuffer(), *(buffer.raw() for buffer in buffers)])
-    return PackedObject(pieces, pickler.is_foreign)
+    pickler.dump(value)
+    chunks = aligned_pieces([data.getbuffer(), *(buffer.raw() for buffer in buffers)])
+    return PackedObject(chunks, pickler.is_foreign)
 
 
 def unpack(memory: memoryview) -> Any:
@@ -169,14 +169,14 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.is_foreign = False
 
-    def reducer_override(self, obj: Any) -> Any:
-        kind = type(obj)
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
         if kind is torch.Tensor:
-            return _reduce_tensor(obj)
-        if not self.is_foreign and obj is not _rebuild_tensor:
-            holder = obj if isinstance(obj, _BY_NAME) else kind
+            return _reduce_tensor(value)
+        if not self.is_foreign and value is not _rebuild_tensor:
+            holder = value if isinstance(value, _BY_NAME) else kind
             is_known = str(holder.__module__) in _KNOWN_MODULES
-            self.is_foreign = not is_known or isinstance(obj, BaseException)
+            self.is_foreign = not is_known or isinstance(value, BaseException)
         return NotImplemented
 
 

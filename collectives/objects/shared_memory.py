@@ -23,33 +23,33 @@ def host() -> bytes:
 
 
 @contextlib.contextmanager
-def share_pieces(pieces: Sequence[memoryview]) -> Iterator[list[int]]:
+def share_pieces(chunks: Sequence[memoryview]) -> Iterator[list[int]]:
     """Keep the pieces in shared memory during this context.
 
     Yields process id, file descriptor, inode, and 1 if there was an error, otherwise 0.
     """
-    if not pieces:
+    if not chunks:
         yield [0, 0, 0, 0]
         return
     with contextlib.ExitStack() as stack:
         try:
-            descriptor = write(pieces)
+            descriptor = write(chunks)
             stack.callback(os.close, descriptor)
-            place = [os.getpid(), descriptor, os.fstat(descriptor).st_ino, 0]
+            address = [os.getpid(), descriptor, os.fstat(descriptor).st_ino, 0]
         # Memory or descriptors are exhausted: all ranks get this flag and use the network.
         except OSError:
             stack.close()
-            place = [0, 0, 0, 1]
-        yield place
+            address = [0, 0, 0, 1]
+        yield address
 
 
-def map_pieces(place: Sequence[int], size: int) -> memoryview:
+def map_pieces(address: Sequence[int], size: int) -> memoryview:
     """Return a private, writable mapping of another rank's memory.
 
     Raises:
         OSError: the memory is gone or cannot be mapped.
     """
-    process, descriptor, inode, _ = place
+    process, descriptor, inode, _ = address
     with open(f"/proc/{process}/fd/{descriptor}", "rb") as file:
         status = os.fstat(file.fileno())
         if (status.st_ino, status.st_size) != (inode, size):

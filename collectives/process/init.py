@@ -174,7 +174,7 @@ def is_loopback(host: str) -> bool:
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return all(ipaddress.ip_address(one.split("%")[0]).is_loopback for one in addresses)
+    return all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in addresses)
 
 
 def open_store(host: str, port: int, **options: Any) -> TCPStore:
@@ -246,8 +246,8 @@ _LAUNCHERS: Final[Mapping[str, tuple[list[str], Callable[..., None]]]] = {
 
 def _check_settings(launcher: str, backend: str | None, init_backend: str) -> None:
     if launcher not in _LAUNCHERS:
-        known = ", ".join(_LAUNCHERS)
-        raise ValueError(f"Invalid launcher type: {launcher}; it must be one of {known}")
+        launchers = ", ".join(_LAUNCHERS)
+        raise ValueError(f"Invalid launcher type: {launcher}; it must be one of {launchers}")
     if init_backend != "torch":
         raise ValueError(f"init_backend must be 'torch', got {init_backend!r}")
     if backend is not None and "nccl" in backend and not torch.cuda.is_available():
@@ -277,5 +277,5 @@ def _default_backend() -> str:
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return "gloo"
     # Uses only settings that are the same on all ranks of a host.
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return "cpu:gloo,cuda:nccl" if here <= torch.cuda.device_count() else "gloo"
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return "cpu:gloo,cuda:nccl" if local_ranks <= torch.cuda.device_count() else "gloo"

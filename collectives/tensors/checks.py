@@ -24,11 +24,11 @@ def describe_tensor(data: object) -> str:
 
 def describe_dtype(data: object, *, with_shape: bool = False) -> str:
     """Describe a tensor, or the first of a list, by its dtype; anything else by its type."""
-    first = data[0] if isinstance(data, list | tuple) and data else data
-    if not isinstance(first, torch.Tensor):
-        return type(first).__name__
-    shape = f" and shape {tuple(first.shape)}"
-    return f"tensors of {first.dtype}{shape}" if with_shape else str(first.dtype)
+    tensor = data[0] if isinstance(data, list | tuple) and data else data
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
+    shape = f" and shape {tuple(tensor.shape)}"
+    return f"tensors of {tensor.dtype}{shape}" if with_shape else str(tensor.dtype)
 
 
 def checked_tensor(name: str, data: object, *, is_target: bool = False) -> torch.Tensor:
@@ -47,8 +47,8 @@ def checked_tensor(name: str, data: object, *, is_target: bool = False) -> torch
     if data.is_meta:
         raise ValueError(f"{name} must have values, got a tensor on the meta device")
     if data.layout != torch.strided or data.is_nested:
-        what = "a nested tensor" if data.is_nested else data.layout
-        raise ValueError(f"{name} must be a dense (torch.strided) tensor, got {what}")
+        kind = "a nested tensor" if data.is_nested else data.layout
+        raise ValueError(f"{name} must be a dense (torch.strided) tensor, got {kind}")
     if data.is_quantized:
         raise ValueError(f"{name} must not be quantized, got {data.dtype}")
     if is_target and data.numel():
@@ -111,8 +111,8 @@ def is_number(value: object) -> bool:
 def tensor_of(name: str, value: object) -> torch.Tensor:
     """Return a detached tensor that can be reduced; a Python float becomes float64."""
     if not isinstance(value, torch.Tensor) and not is_number(value):
-        what = type(value).__name__
-        raise TypeError(f"{name} must be a tensor or a number, got {what}")
+        kind = type(value).__name__
+        raise TypeError(f"{name} must be a tensor or a number, got {kind}")
     dtype = torch.float64 if isinstance(value, float) else None
     try:
         tensor = torch.as_tensor(value, dtype=dtype).detach()

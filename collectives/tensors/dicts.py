@@ -179,21 +179,23 @@ def _reduced(
         make()
         return
     # Reads the tensors outside of `calling`, because a generator or mapping runs the user's code.
-    made, problem = attempt(make)
-    tensors = made or {}
+    read_tensors, problem = attempt(make)
+    tensors = read_tensors or {}
     entries = {key: describe_tensor(tensor) for key, tensor in tensors.items()}
     with calling(name, group, lambda: list(entries), has_headers=True) as call:
         keys = _agree_on_entries(call, entries, setting, problem)
         for bucket in _buckets(keys, tensors, size):
-            own = [tensors[key] for key in bucket]
-            if in_place and len(own) == 1:
-                yield bucket[0], own[0], reduce(own[0])
+            bucket_tensors = [tensors[key] for key in bucket]
+            if in_place and len(bucket_tensors) == 1:
+                yield bucket[0], bucket_tensors[0], reduce(bucket_tensors[0])
                 continue
-            device = comm_device(group, prefer=own[0].device)
-            flat = reduce(torch.cat([t.to(device).reshape(-1) for t in own]))
-            parts = flat.split_with_sizes([t.numel() for t in own])
-            for key, tensor, part in zip(bucket, own, parts, strict=True):
-                yield key, tensor, part.reshape(tensor.shape)
+            device = comm_device(group, prefer=bucket_tensors[0].device)
+            flat = reduce(torch.cat([t.to(device).reshape(-1) for t in bucket_tensors]))
+            reduced_parts = flat.split_with_sizes([t.numel() for t in bucket_tensors])
+            for key, tensor, reduced_part in zip(
+                bucket, bucket_tensors, reduced_parts, strict=True
+            ):
+                yield key, tensor, reduced_part.reshape(tensor.shape)
 
 
 def _buckets(
@@ -219,28 +221,28 @@ def _agree_on_entries(
     call: Call, entries: Mapping[K, str], setting: str, problem: Exception | None
 ) -> list[K]:
     """Return the keys in the same order on all ranks; raise on every rank if entries differ."""
-    made, unclear = attempt(lambda: _by_text(entries))
-    texts, problem = made or {}, problem or unclear
+    by_text, unclear = attempt(lambda: _by_text(entries))
+    texts, problem = by_text or {}, problem or unclear
     in_order = sorted(texts)
     content = repr((setting, [(text, entries[texts[text]]) for text in in_order]))
     # Keys of any other type than `_CLEAR_KEYS` may differ and still have the same text. A random
     # text, which differs from the other ranks' texts, makes all ranks compare the keys themselves.
     is_clear = all(type(key) in _CLEAR_KEYS for key in entries)
-    own = dict(entries), setting, call_site()
+    description = dict(entries), setting, call_site()
     text = content if is_clear else uuid.uuid4().hex
-    _, answers = agree(call, text, lambda: own, problem=problem)
+    _, answers = agree(call, text, lambda: description, problem=problem)
     if answers is None:
         return [texts[text] for text in in_order]
     by_rank = dict(zip(members(call.group), answers, strict=True))
     settings = differences({rank: {"op": answer[1]} for rank, answer in by_rank.items()})
-    found = settings or differences({rank: answer[0] for rank, answer in by_rank.items()})
-    if found:
-        what = "arguments" if settings else "keys, shapes and dtypes"
+    difference = settings or differences({rank: answer[0] for rank, answer in by_rank.items()})
+    if difference:
+        subject = "arguments" if settings else "keys, shapes and dtypes"
         where = describe_places(
             Place(rank, call.name, answer[2]) for rank, answer in by_rank.items()
         )
         raise ValueError(
-            f"{call.name}() must get the same {what} on all ranks, but {found} ({where})"
+            f"{call.name}() must get the same {subject} on all ranks, but {difference} ({where})"
         )
     return list(answers[0][0])
 

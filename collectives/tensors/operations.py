@@ -111,21 +111,21 @@ def travel_device(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.devic
 
 
 def start_all_gather(
-    parts: Sequence[torch.Tensor], own: torch.Tensor, group: Group
+    received: Sequence[torch.Tensor], sent: torch.Tensor, group: Group
 ) -> list[dist.Work]:
-    """Start to fill ``parts``, by group rank, with every rank's bytes; lengths may differ."""
+    """Start to fill ``received``, by group rank, with every rank's bytes; lengths may differ."""
     ranks = members(group)
-    are_equal = len({part.numel() for part in parts}) == 1
-    if are_equal and (own.device.type != "cpu" or own.numel() < _LARGE_BYTES):
-        return [dist.all_gather(list(parts), own, group, async_op=True)]
+    are_equal = len({buffer.numel() for buffer in received}) == 1
+    if are_equal and (sent.device.type != "cpu" or sent.numel() < _LARGE_BYTES):
+        return [dist.all_gather(list(received), sent, group, async_op=True)]
     # Broadcasts are three times as fast for 64 MB: gloo's all_gather copies through a buffer.
-    part = parts[ranks.index(dist.get_rank())]
-    if part.data_ptr() != own.data_ptr():
-        part.copy_(own)
+    target = received[ranks.index(dist.get_rank())]
+    if target.data_ptr() != sent.data_ptr():
+        target.copy_(sent)
     return [
-        dist.broadcast(part, rank, group, async_op=True)
-        for rank, part in zip(ranks, parts, strict=True)
-        if part.numel()
+        dist.broadcast(buffer, rank, group, async_op=True)
+        for rank, buffer in zip(ranks, received, strict=True)
+        if buffer.numel()
     ]
 
 
@@ -147,7 +147,7 @@ class Reduction:
         group: Group = None,
         *,
         is_wide: bool = False,
-        others: Sequence[torch.Tensor] = (),
+        further: Sequence[torch.Tensor] = (),
         dst: int | None = None,
     ) -> None:
         self._tensor, self._op, self._group, self._dst = tensor, op, group, dst
@@ -159,15 +159,17 @@ class Reduction:
         self._is_gathered = has_no_transport or (op == "product" and tensor.is_complex())
         is_flag = tensor.dtype == torch.bool and not is_wide
         self._sent_op = _BOOL_OPS.get(op, op) if is_flag else op
-        own = (tensor, *others)
-        self._parts = [as_sent(_encode(part, op, is_wide=is_wide), device) for part in own]
+        operands = (tensor, *further)
+        self._parts = [
+            as_sent(_encode(operand, op, is_wide=is_wide), device) for operand in operands
+        ]
 
     def start(self) -> dist.Work:
         """Start to communicate; every rank must call this."""
         total = self._fold()
         if self._is_gathered:
             self._parts = [torch.empty_like(total) for _ in members(self._group)]
-            memory = [as_bytes(part) for part in self._parts]
+            memory = [as_bytes(buffer) for buffer in self._parts]
             work: dist.Work = dist.all_gather(memory, as_bytes(total), self._group, async_op=True)
             return work
         is_elsewhere = self._dst is not None and self._dst != dist.get_rank()
@@ -189,8 +191,8 @@ class Reduction:
         count = live_world_size(self._group) if count is None else count
         if self._op == "mean" and dtype in _SUMMED_IN_HALVES:
             high, high_rest = _divide(total[0], count)
-            low, rest = _divide((high_rest << 32) + total[1], count)
-            total = _round((high << 32) + low, rest, count).view(dtype)
+            low, remainder = _divide((high_rest << 32) + total[1], count)
+            total = _round((high << 32) + low, remainder, count).view(dtype)
         elif dtype == torch.uint64:
             total = _decode(total, self._op)
         elif self._op == "mean":
@@ -250,12 +252,12 @@ def _divide(total: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor
     return quotient, total - quotient * count
 
 
-def _round(quotient: torch.Tensor, rest: torch.Tensor, count: int) -> torch.Tensor:
+def _round(quotient: torch.Tensor, remainder: torch.Tensor, count: int) -> torch.Tensor:
     """Round to the nearest integers, halves to even; warn once if a value changes."""
-    if rest.any():
+    if remainder.any():
         _warn_of_rounding()
-    is_half, is_odd = 2 * rest == count, quotient % 2 == 1
-    return quotient + ((2 * rest > count) | (is_half & is_odd)).to(quotient.dtype)
+    is_half, is_odd = 2 * remainder == count, quotient % 2 == 1
+    return quotient + ((2 * remainder > count) | (is_half & is_odd)).to(quotient.dtype)
 
 
 @functools.cache

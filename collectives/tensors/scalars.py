@@ -42,21 +42,23 @@ def mean_scalars(
     world_size = live_world_size(group)
     if world_size == 1:
         return _floats(scalars)
-    made, problem = attempt(lambda: _floats(scalars))
-    own = made or {}
-    keys = sorted(own)
-    values = [own[key] for key in keys]
-    first = struct.pack(f"<{len(values[:_VALUES])}d", *values[:_VALUES])
+    floats, problem = attempt(lambda: _floats(scalars))
+    local_values = floats or {}
+    keys = sorted(local_values)
+    values = [local_values[key] for key in keys]
+    inline = struct.pack(f"<{len(values[:_VALUES])}d", *values[:_VALUES])
     with calling("mean_scalars", group, lambda: keys, has_headers=True) as call:
-        headers, by_rank = agree(call, repr(keys), lambda: own, problem=problem, pieces=[first])
+        headers, by_rank = agree(
+            call, repr(keys), lambda: local_values, problem=problem, inline=[inline]
+        )
         if by_rank is not None:
             return _mean_of_union(by_rank)
         rows = [struct.unpack(f"<{len(header.inline) // 8}d", header.inline) for header in headers]
         if len(keys) > _VALUES:
-            rest = gather_numbers(values[_VALUES:], group, "d")
-            rows = [row + more for row, more in zip(rows, rest, strict=True)]
+            gathered = gather_numbers(values[_VALUES:], group, "d")
+            rows = [row + more for row, more in zip(rows, gathered, strict=True)]
     totals = dict(zip(keys, map(sum, zip(*rows, strict=True)), strict=True))
-    return {key: totals[key] / world_size for key in own}
+    return {key: totals[key] / world_size for key in local_values}
 
 
 def _floats(scalars: object) -> dict[str, float]:
@@ -83,8 +85,8 @@ def _floats(scalars: object) -> dict[str, float]:
 def _check_value(name: str, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
-            what = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-            raise ValueError(f"{name} must be one real number, got {what}")
+            received_kind = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+            raise ValueError(f"{name} must be one real number, got {received_kind}")
         checked_tensor(name, value)
         return
     is_complex = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)

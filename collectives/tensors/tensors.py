@@ -182,33 +182,33 @@ def _gather(name: str, data: torch.Tensor, dst: int | None, group: Group) -> lis
     if live_world_size(group) == 1:
         make()
         return [data]
-    made, problem = attempt(make)
+    contiguous, problem = attempt(make)
     to = "" if dst is None else f" to rank {dst}"
     with calling(name, group, lambda: f"{describe_tensor(data)}{to}", has_headers=True) as call:
-        parts = _gather_bytes(call, data, made, problem, dst)
-    return [part.view(data.dtype).view(data.shape).to(data.device) for part in parts]
+        received = _gather_bytes(call, data, contiguous, problem, dst)
+    return [rank_bytes.view(data.dtype).view(data.shape).to(data.device) for rank_bytes in received]
 
 
 def _gather_bytes(
     call: Call,
     data: torch.Tensor,
-    made: torch.Tensor | None,
+    contiguous: torch.Tensor | None,
     problem: Exception | None,
     dst: int | None,
 ) -> list[torch.Tensor]:
     """Return the tensors of all ranks as bytes, [] on ranks that receive none.
 
-    ``made`` is this rank's tensor as bytes, or None if it has a ``problem``.
+    ``contiguous`` is this rank's tensor as bytes, or None if it has a ``problem``.
     """
-    group, own, memory = call.group, "", torch.empty(0, dtype=torch.uint8)
-    if made is not None:
-        memory = made
-        own = f"{data.dtype} of shape {tuple(data.shape)}"
-        own += "" if dst is None else f" for rank {dst}"
+    group, description, memory = call.group, "", torch.empty(0, dtype=torch.uint8)
+    if contiguous is not None:
+        memory = contiguous
+        description = f"{data.dtype} of shape {tuple(data.shape)}"
+        description += "" if dst is None else f" for rank {dst}"
     is_small = memory.numel() <= INLINE_BYTES
-    pieces = [memory.cpu().numpy().data] if is_small else []
-    text = f"{own} on {memory.device.type}"
-    headers, texts = agree(call, text, lambda: own, problem=problem, pieces=pieces)
+    inline = [memory.cpu().numpy().data] if is_small else []
+    text = f"{description} on {memory.device.type}"
+    headers, texts = agree(call, text, lambda: description, problem=problem, inline=inline)
     if texts is not None:
         _check_same(call, "shape and dtype" if dst is None else "shape, dtype and dst", texts)
         # Only the devices differ: use a device that all ranks support.
@@ -216,13 +216,13 @@ def _gather_bytes(
     receives = dst is None or dst == dist.get_rank()
     if is_small:
         return [_copy_of(header.inline) for header in headers] if receives else []
-    parts = [torch.empty_like(memory) for _ in headers] if receives else []
+    received = [torch.empty_like(memory) for _ in headers] if receives else []
     if dst is None:
-        for work in start_all_gather(parts, memory, group):
+        for work in start_all_gather(received, memory, group):
             work.wait()
     else:
-        dist.gather(memory, parts or None, dst, group)
-    return parts
+        dist.gather(memory, received or None, dst, group)
+    return received
 
 
 def _check_same(call: Call, names: str, texts: Sequence[str]) -> None:

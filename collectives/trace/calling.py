@@ -104,8 +104,8 @@ def in_progress(progress: Callable[[], Progress]) -> Iterator[None]:
             yield
         except RuntimeError as error:
             if _is_of_the_transport(error):
-                own = Place(dist.get_rank(), *progress())
-                raise _failure(own, None, error, is_call=False) from error
+                position = Place(dist.get_rank(), *progress())
+                raise _failure(position, None, error, is_call=False) from error
             raise
 
 
@@ -142,20 +142,25 @@ _Answers: TypeAlias = "tuple[list[Place], dict[int, str]]"
 
 
 def _failure(
-    own: Place, group: Group, error: BaseException, *, is_call: bool = True
+    position: Place, group: Group, error: BaseException, *, is_call: bool = True
 ) -> CollectiveError:
     """Return the error to raise, after asking where the other ranks are."""
     ranks = members(group)
-    places, elsewhere = _ask_in_time(own, ranks, group)
+    positions, elsewhere = _ask_in_time(position, ranks, group)
     transport_text = f"The transport ({dist.get_backend_config(group)}) says: {error}"
-    title, needs = (f"{own.call}()", "must be reached by") if is_call else (own.call, "needs")
-    if not elsewhere and len({(place.call, place.detail) for place in places}) == 1:
+    title, needs = (
+        (f"{position.call}()", "must be reached by") if is_call else (position.call, "needs")
+    )
+    if (
+        not elsewhere
+        and len({(rank_position.call, rank_position.detail) for rank_position in positions}) == 1
+    ):
         return CollectiveError(
-            f"{title} failed on all ranks: {describe_places(places)}. {transport_text}"
+            f"{title} failed on all ranks: {describe_places(positions)}. {transport_text}"
         )
     return CollectiveError(
-        f"{title} {needs} all {len(ranks)} ranks, but did not finish on rank {own.rank}: "
-        f"{describe_places(places, elsewhere)}. {transport_text}"
+        f"{title} {needs} all {len(ranks)} ranks, but did not finish on rank {position.rank}: "
+        f"{describe_places(positions, elsewhere)}. {transport_text}"
     )
 
 
@@ -170,48 +175,50 @@ def _withdraw_failure(group: Group) -> None:
             _world().get_group_store().delete_key(key)
 
 
-def _ask_in_time(own: Place, ranks: list[int], group: Group) -> _Answers:
+def _ask_in_time(position: Place, ranks: list[int], group: Group) -> _Answers:
     """Return the result of ``_ask``, or only this rank's place if the store does not respond."""
-    known: list[_Answers] = []
+    answers_in_time: list[_Answers] = []
     has_store = threading.Event()
     patience = _PATIENCE_S + (trace.ANSWER_S if trace.is_answering() else 0.0)
 
     def ask() -> None:
         with contextlib.suppress(RuntimeError):
-            known.append(_ask(own, ranks, group, patience, has_store))
+            answers_in_time.append(_ask(position, ranks, group, patience, has_store))
 
     asking = threading.Thread(target=ask, name="stepwrap-report", daemon=True)
     asking.start()
     asking.join(patience + _PATIENCE_S)
     if has_store.is_set():
         asking.join(_BUSY_S)
-    if known:
-        return known[0]
-    others = {rank: "cannot be asked" for rank in ranks if rank != own.rank}
-    if _is_served_by_rank_0() and 0 in others:
-        others[0] = "does not answer, nor does the store that it serves: it is stuck or stopped"
-    return [own], others
+    if answers_in_time:
+        return answers_in_time[0]
+    unreachable = {rank: "cannot be asked" for rank in ranks if rank != position.rank}
+    if _is_served_by_rank_0() and 0 in unreachable:
+        unreachable[0] = (
+            "does not answer, nor does the store that it serves: it is stuck or stopped"
+        )
+    return [position], unreachable
 
 
 def _ask(
-    own: Place, ranks: list[int], group: Group, patience: float, has_store: threading.Event
+    position: Place, ranks: list[int], group: Group, patience: float, has_store: threading.Event
 ) -> _Answers:
     """Return the places of ranks that failed too, and a text for each of the others."""
     store = _world().get_group_store()
     history = _histories.setdefault(_world(), _FailureHistory(set(), set()))
     keys = {rank: _key(group, rank) for rank in ranks}
-    store.set(keys[own.rank], own.encode().decode())
-    history.posted.add(keys.pop(own.rank))
+    store.set(keys[position.rank], position.encode().decode())
+    history.posted.add(keys.pop(position.rank))
     has_store.set()
     question = trace.ask(store) if trace.is_answering() else None
-    places, answers, started = {own.rank: own}, dict[int, str](), time.monotonic()
+    positions, answers, started = {position.rank: position}, dict[int, str](), time.monotonic()
     while True:
         for rank, key in keys.items():
-            if rank not in places and store.check([key]):
-                places[rank] = Place.decode(store.get(key))
+            if rank not in positions and store.check([key]):
+                positions[rank] = Place.decode(store.get(key))
         if question:
             answers |= trace.answers(store, question, [r for r in keys if r not in answers])
-        missing = {key: r for r, key in keys.items() if r not in places and r not in answers}
+        missing = {key: r for r, key in keys.items() if r not in positions and r not in answers}
         waited_s = time.monotonic() - started
         # Ranks that were silent before will not report a failure: wait only for their answers.
         was_silent = missing.keys() <= history.silent
@@ -220,7 +227,9 @@ def _ask(
             if not question or waited_s > _BUSY_S or not any(will_answer):
                 break
         # A rank in a collective may be about to fail like this one.
-        may_fail = any(r not in places and text.startswith(trace.IN) for r, text in answers.items())
+        may_fail = any(
+            r not in positions and text.startswith(trace.IN) for r, text in answers.items()
+        )
         if not missing and (waited_s > patience or not may_fail):
             break
         time.sleep(_POLL_S)
@@ -228,12 +237,15 @@ def _ask(
     answers |= dict.fromkeys(missing.values(), _SILENT if question else "has not arrived")
     # Ranks that failed long ago no longer wait, so their places are outdated.
     gone = {
-        rank: f"gave up in {place.call} ({place.site}) {own.when - place.when:.0f} s ago"
-        for rank, place in places.items()
-        if own.when - place.when > _PATIENCE_S
+        rank: (
+            f"gave up in {rank_position.call} ({rank_position.site}) "
+            f"{position.when - rank_position.when:.0f} s ago"
+        )
+        for rank, rank_position in positions.items()
+        if position.when - rank_position.when > _PATIENCE_S
     }
-    waiting = [place for rank, place in places.items() if rank not in gone]
-    return waiting, {r: text for r, text in answers.items() if r not in places} | gone
+    waiting = [rank_position for rank, rank_position in positions.items() if rank not in gone]
+    return waiting, {r: text for r, text in answers.items() if r not in positions} | gone
 
 
 def _world() -> dist.ProcessGroup:

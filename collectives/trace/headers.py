@@ -47,7 +47,7 @@ def exchange_headers(
     call: Call,
     *,
     agreed: str = "",
-    pieces: Sequence[bytes | memoryview] = (),
+    inline: Sequence[bytes | memoryview] = (),
     is_foreign: bool = False,
     host: bytes = b"",
     problem: Exception | None = None,
@@ -60,7 +60,7 @@ def exchange_headers(
     Args:
         call: this rank's call.
         agreed: a text whose digest is sent.
-        pieces: the bytes to send; small ones are part of the message.
+        inline: the bytes to send; small ones are part of the message.
         is_foreign: whether another rank may fail to unpickle the pieces.
         host: see ``Header``.
         problem: the error that keeps this rank from taking part.
@@ -70,12 +70,12 @@ def exchange_headers(
         CollectiveError: on every rank, if one is in another call or has a problem.
     """
     own_call = digest(f"{call.name} {call.detail}")
-    size = sum(map(len, pieces))
+    size = sum(map(len, inline))
     flags = (_FAILED if problem else 0) | (_FOREIGN if is_foreign else 0)
     message = bytearray(_BYTES)
     _FIELDS.pack_into(message, 0, own_call, digest(agreed), host, size | flags)
     if 0 < size <= INLINE_BYTES:
-        message[_FIELDS.size : _FIELDS.size + size] = b"".join(pieces)
+        message[_FIELDS.size : _FIELDS.size + size] = b"".join(inline)
     headers = [_decode(row) for row in gather_rows(_to_tensor(message, call.group), call.group)]
     if any(header.has_failed or header.call != own_call for header in headers):
         raise_disagreement(call, problem, failed_to)
@@ -86,18 +86,20 @@ def raise_disagreement(
     call: Call, problem: Exception | None = None, failed_to: str = "take part"
 ) -> None:
     """Raise an error that describes how the ranks differ; every rank must call this."""
-    own = call.here(f"cannot {failed_to}: {text_of(problem)}" if problem else "").encode()
-    sizes = gather_numbers([len(own)], call.group)
-    padded = bytearray(own.ljust(max(sizes)[0]))
+    encoded = call.here(f"cannot {failed_to}: {text_of(problem)}" if problem else "").encode()
+    sizes = gather_numbers([len(encoded)], call.group)
+    padded = bytearray(encoded.ljust(max(sizes)[0]))
     rows = gather_rows(_to_tensor(padded, call.group), call.group)
-    places = [Place.decode(bytes(row)) for row in rows]
-    problems = [f"rank {place.rank} {place.problem}" for place in places if place.problem]
+    positions = [Place.decode(bytes(row)) for row in rows]
+    problems = [
+        f"rank {position.rank} {position.problem}" for position in positions if position.problem
+    ]
     if problems:
-        where = describe_places(places, compare=False)
+        where = describe_places(positions, compare=False)
         raise CollectiveError(f"{call.name}(): {'; '.join(problems)} ({where})") from problem
     raise CollectiveError(
         f"the ranks {members(call.group)} must make the same call with the same structure, but "
-        f"{describe_places(places)}"
+        f"{describe_places(positions)}"
     )
 
 

@@ -117,7 +117,7 @@ def compare(call: Call, record: CollectiveRecord) -> None:
     """Raise unless every rank of the group is in this call; every rank must call this."""
     if call.has_headers:
         return
-    if len({each.agreed for each in exchange_headers(call, agreed=repr(record.structure))}) > 1:
+    if len({header.agreed for header in exchange_headers(call, agreed=repr(record.structure))}) > 1:
         raise_disagreement(call)
 
 
@@ -213,8 +213,8 @@ def _whereabouts() -> str:
         return f"{IN} {running}"
     main, progress = sys._current_frames().get(threading.main_thread().ident or 0), _progress
     where = f", in {progress()}" if progress else ""
-    last = f"; its last collective was {records[-1]}" if records else ""
-    return f"is at {user_site(main)}{where}{last}"
+    recent = f"; its last collective was {records[-1]}" if records else ""
+    return f"is at {user_site(main)}{where}{recent}"
 
 
 atexit.register(_Responder.stop)

@@ -25,29 +25,29 @@ def run_compare(options: Options) -> int:
 
 def _settings(runs: Sequence[Run]) -> Iterator[str]:
     settings = [run.settings() for run in runs]
-    without = [run.name for run, some in zip(runs, settings, strict=True) if not some]
+    without = [run.name for run, values in zip(runs, settings, strict=True) if not values]
     if without:
         yield f"no settings: {', '.join(without)} (no readable config.yaml)"
-    names = dict.fromkeys(name for some in settings for name in some)
+    names = dict.fromkeys(name for values in settings for name in values)
     differing = [
         name
         for name in names
-        if name not in _PLACES and len({some.get(name) for some in settings}) > 1
+        if name not in _PLACES and len({values.get(name) for values in settings}) > 1
     ]
     yield "settings that differ:" if differing else "settings that differ: none"
     for name in differing:
         yield f"  {name}"
-        yield from _rows(runs, [some.get(name, "not set") for some in settings])
+        yield from _rows(runs, [values.get(name, "not set") for values in settings])
 
 
 def _metrics(runs: Sequence[Run]) -> Iterator[str]:
-    found = [run.extremes() for run in runs]
-    names = list(dict.fromkeys(name for some in found for name in some))
+    extremes = [run.extremes() for run in runs]
+    names = list(dict.fromkeys(name for by_name in extremes for name in by_name))
     yield "metrics, best and last:" if names else "metrics: no records yet"
     for name in names:
         yield f"  {name}"
         texts = []
-        for one in (some.get(name) for some in found):
+        for one in (by_name.get(name) for by_name in extremes):
             text = "not recorded"
             if one is not None:
                 best = "direction unknown"
@@ -60,16 +60,16 @@ def _metrics(runs: Sequence[Run]) -> Iterator[str]:
 
 def _speeds(runs: Sequence[Run]) -> Iterator[str]:
     speeds = [run.speed() for run in runs]
-    names = list(dict.fromkeys(name for some in speeds for name in some))
+    names = list(dict.fromkeys(name for by_name in speeds for name in by_name))
     yield "speed, median:" if names else "speed: not recorded (hooks.throughput)"
     for name in names:
         yield f"  {name.replace('_per_s', ' per second')}"
-        values = [some.get(name) for some in speeds]
-        first = values[0]
+        values = [by_name.get(name) for by_name in speeds]
+        baseline = values[0]
         texts = [
             "not recorded"
             if value is None
-            else f"{value:.4g}" + (f"  ({value / first:.2f} x)" if first and at else "")
+            else f"{value:.4g}" + (f"  ({value / baseline:.2f} x)" if baseline and at else "")
             for at, value in enumerate(values)
         ]
         yield from _rows(runs, texts)

@@ -59,14 +59,14 @@ def find_runs(root: Path) -> dict[str, Path]:
 
     Symbolic links are not followed.
     """
-    found: dict[str, Path] = {}
+    runs: dict[str, Path] = {}
     for folder, names, files in os.walk(root):
-        names[:] = sorted(one for one in names if one not in _SKIPPED and one[0] != ".")
+        names[:] = sorted(name for name in names if name not in _SKIPPED and name[0] != ".")
         if not set(_MARKS).isdisjoint(files):
-            found[os.path.relpath(folder, root)] = Path(folder)
-        if len(found) >= _MAX_RUNS:
+            runs[os.path.relpath(folder, root)] = Path(folder)
+        if len(runs) >= _MAX_RUNS:
             break
-    return found
+    return runs
 
 
 def open_run(path: Path) -> Run:
@@ -77,11 +77,13 @@ def open_run(path: Path) -> Run:
     """
     if any((path / name).is_file() for name in _MARKS):
         return Run(path, path.name or path.resolve().name)
-    what = "does not exist" if not path.exists() else "is not a run folder"
+    problem = "does not exist" if not path.exists() else "is not a run folder"
     parent = path if path.is_dir() else path.parent
-    others = [str(one) for one in find_runs(parent).values()] if parent.is_dir() else []
-    hint = did_you_mean(str(path), others) or (f"; there is {others[0]}" if others else "")
-    raise RunError(f"{path} {what}: it has none of {', '.join(_MARKS)}{hint}")
+    neighbours = [str(run) for run in find_runs(parent).values()] if parent.is_dir() else []
+    hint = did_you_mean(str(path), neighbours) or (
+        f"; there is {neighbours[0]}" if neighbours else ""
+    )
+    raise RunError(f"{path} {problem}: it has none of {', '.join(_MARKS)}{hint}")
 
 
 class _Lines:
@@ -103,7 +105,7 @@ class _Lines:
         self._inode, self._offset = about.st_ino, 0 if is_replaced else self._offset
         if about.st_size == self._offset:
             return is_replaced, []
-        found: list[Json] = []
+        records: list[Json] = []
         with self._path.open("rb") as file:
             file.seek(self._offset)
             for line in file:
@@ -111,8 +113,8 @@ class _Lines:
                     break
                 self._offset += len(line)
                 value = _parsed(line)
-                found += [value] if value else []
-        return is_replaced, found
+                records += [value] if value else []
+        return is_replaced, records
 
     def tail(self, size: int) -> list[Json]:
         """Return the objects in the last ``size`` bytes of the file."""
@@ -121,7 +123,7 @@ class _Lines:
             return []
         with self._path.open("rb") as file:
             file.seek(max(0, about.st_size - size))
-            return [one for one in map(_parsed, file.read().splitlines()) if one]
+            return [record for record in map(_parsed, file.read().splitlines()) if record]
 
 
 class Run:
@@ -157,8 +159,11 @@ class Run:
     def stamp(self) -> str:
         """Return a text that changes when the files change."""
         names = (*_MARKS, "phases.json", "environment.json", "checkpoints", "run.lock")
-        found = (_status(self.folder / name, self._root) for name in names)
-        times = ("-" if one is None else f"{one.st_mtime_ns}/{one.st_size}" for one in found)
+        statuses = (_status(self.folder / name, self._root) for name in names)
+        times = (
+            "-" if status is None else f"{status.st_mtime_ns}/{status.st_size}"
+            for status in statuses
+        )
         # A killed process leaves the file of its lock behind.
         return f"{' '.join(times)} {_is_locked(self.folder / 'run.lock', self._root)}"
 
@@ -166,14 +171,14 @@ class Run:
         """Return the run's entry in a list of runs; only the end of the records is read."""
         _, self.events = self._events.read()
         records = self._records.tail(_TAIL_BYTES)
-        last: Json = records[-1] if records else {}
+        latest: Json = records[-1] if records else {}
         return {
             "id": self.name,
             "status": self.status()[0],
             "step": max(
-                (one["step"] for one in records if type(one.get("step")) is int), default=0
+                (record["step"] for record in records if type(record.get("step")) is int), default=0
             ),
-            "time": _time_of(last),
+            "time": _time_of(latest),
             "max_steps": self.read("environment.json").get("max_steps"),
         }
 
@@ -184,15 +189,15 @@ class Run:
         checkpoints.
         """
         for (name, phase), (steps, times, values) in self._curves.items():
-            last = {step: at for at, step in enumerate(steps)}
-            order = [last[step] for step in sorted(last)]
-            found = [times[at] for at in order], [values[at] for at in order]
-            yield Curve(name, phase, sorted(last), *found)
+            last_index = {step: at for at, step in enumerate(steps)}
+            order = [last_index[step] for step in sorted(last_index)]
+            series = [times[at] for at in order], [values[at] for at in order]
+            yield Curve(name, phase, sorted(last_index), *series)
 
     def extremes(self) -> dict[str, Extreme]:
         """Return the best and last values of metrics and losses, under names like "val/loss"."""
-        known = self.read("environment.json").get("higher_is_better")
-        directions = known if isinstance(known, dict) else {}
+        recorded = self.read("environment.json").get("higher_is_better")
+        directions = recorded if isinstance(recorded, dict) else {}
         found: dict[str, Extreme] = {}
         for name, phase, steps, _, values in self.curves():
             finite = [at for at, value in enumerate(values) if math.isfinite(value)]
@@ -224,7 +229,7 @@ class Run:
         """Return "training", "ended", "stopped", "failed" or "unknown", with an explanation."""
         if _is_locked(self.folder / "run.lock", self._root):
             return "training", ""
-        turns = [one for one in self.events if one.get("event") in ("start", "end", "error")]
+        turns = [event for event in self.events if event.get("event") in ("start", "end", "error")]
         if not turns:
             return "unknown", "the run has no hooks.run_info, so it has recorded no end"
         last = turns[-1]
@@ -237,16 +242,18 @@ class Run:
 
     def checkpoints(self) -> list[Json]:
         """Return the descriptions of the checkpoints, oldest first."""
-        found = []
+        entries = []
         for folder in (self.folder / "checkpoints").glob("step_*"):
             about = self.read(f"checkpoints/{folder.name}/checkpoint.json")
             files = about.get("files")
             if about and isinstance(files, dict):
-                sizes = (one.get("size", 0) for one in files.values() if isinstance(one, dict))
-                kept = {key: about.get(key) for key in ("step", "epoch", "best", "reason")}
-                size = sum(one for one in sizes if isinstance(one, int))
-                found.append({"name": folder.name, **kept, "bytes": size})
-        return sorted(found, key=lambda one: str(one["name"]))
+                sizes = (
+                    entry.get("size", 0) for entry in files.values() if isinstance(entry, dict)
+                )
+                facts = {key: about.get(key) for key in ("step", "epoch", "best", "reason")}
+                size = sum(file_size for file_size in sizes if isinstance(file_size, int))
+                entries.append({"name": folder.name, **facts, "bytes": size})
+        return sorted(entries, key=lambda checkpoint: str(checkpoint["name"]))
 
     def has_ledger(self) -> bool:
         """Return whether the run has recorded hashes of its steps."""
@@ -254,32 +261,34 @@ class Run:
 
     def speed(self) -> dict[str, float]:
         """Return the medians of the recorded speeds, which are named ``*_per_s``."""
-        found: dict[str, float] = {}
+        medians: dict[str, float] = {}
         for name, _, _, _, values in self.curves():
             finite = sorted(filter(math.isfinite, values))
             if name.endswith("_per_s") and finite:
-                found[name] = finite[len(finite) // 2]
-        return found
+                medians[name] = finite[len(finite) // 2]
+        return medians
 
     def page_data(self) -> Json:
         """Return everything that a page shows about the run, as JSON without NaN."""
         status, reason = self.status()
         curves = [
-            {"name": one.name, "phase": one.phase, **_thinned(one, self._since_s)}
-            for one in self.curves()
+            {"name": curve.name, "phase": curve.phase, **_thinned(curve, self._since_s)}
+            for curve in self.curves()
         ]
-        origins = {key: _short(str(one)) for key, one in self.read("origins.json").items()}
+        origins = {key: _short(str(origin)) for key, origin in self.read("origins.json").items()}
         return {
             "id": self.name,
             "status": status,
             "reason": reason,
             "curves": curves,
-            "metrics": {name: one._asdict() for name, one in self.extremes().items()},
+            "metrics": {name: extreme._asdict() for name, extreme in self.extremes().items()},
             "settings": self.settings(),
             "origins": origins,
             "environment": self.read("environment.json"),
             "phases": self.read("phases.json"),
-            "warnings": [one for one in self.events if one.get("event") in ("warning", "error")],
+            "warnings": [
+                event for event in self.events if event.get("event") in ("warning", "error")
+            ],
             "checkpoints": self.checkpoints(),
             "ledger": self.has_ledger(),
         }
@@ -320,16 +329,18 @@ def _thinned(curve: Curve, since_s: float) -> Json:
     total = len(steps)
     chosen: set[int] = {0, total - 1}
     for interval in range(_INTERVALS):
-        places = range(interval * total // _INTERVALS, (interval + 1) * total // _INTERVALS)
-        finite = [at for at in places if math.isfinite(values[at])]
+        interval_indices = range(
+            interval * total // _INTERVALS, (interval + 1) * total // _INTERVALS
+        )
+        finite = [at for at in interval_indices if math.isfinite(values[at])]
         if finite:
             chosen |= {choose(finite, key=values.__getitem__) for choose in (min, max)}
-        chosen.update([at for at in places if not math.isfinite(values[at])][:1])
-    kept = sorted(chosen)
+        chosen.update([at for at in interval_indices if not math.isfinite(values[at])][:1])
+    shown = sorted(chosen)
     return {
-        "step": [steps[at] for at in kept],
-        "seconds": [round(max(0.0, times[at] - since_s), 3) for at in kept],
-        "value": [values[at] if math.isfinite(values[at]) else None for at in kept],
+        "step": [steps[at] for at in shown],
+        "seconds": [round(max(0.0, times[at] - since_s), 3) for at in shown],
+        "value": [values[at] if math.isfinite(values[at]) else None for at in shown],
         "points": total,
         "not_finite": [steps[at] for at in range(total) if not math.isfinite(values[at])][:3],
     }
@@ -337,16 +348,16 @@ def _thinned(curve: Curve, since_s: float) -> Json:
 
 def _flat(value: Any, prefix: str, number: Iterator[int]) -> Iterator[tuple[str, str]]:
     """Yield the values of nested containers; anchors in YAML can make them arbitrarily large."""
-    items: Any = value.items() if isinstance(value, dict) else ()
-    if isinstance(value, list) and any(isinstance(one, dict | list) for one in value):
-        items = enumerate(value)
-    if items and prefix.count(".") < _MAX_DEPTH:
-        for key, one in items:
+    children: Any = value.items() if isinstance(value, dict) else ()
+    if isinstance(value, list) and any(isinstance(child, dict | list) for child in value):
+        children = enumerate(value)
+    if children and prefix.count(".") < _MAX_DEPTH:
+        for key, child in children:
             if next(number) > _MAX_SETTINGS:
                 return
-            yield from _flat(one, f"{prefix}.{key}" if prefix else str(key), number)
+            yield from _flat(child, f"{prefix}.{key}" if prefix else str(key), number)
     else:
-        text = json.dumps(value, ensure_ascii=False, default=str) if not items else "..."
+        text = json.dumps(value, ensure_ascii=False, default=str) if not children else "..."
         yield prefix, text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
 

@@ -136,8 +136,8 @@ class RunServer(ThreadingHTTPServer):
         if self.is_local and not _is_loopback(peer):
             return False
         try:
-            parts = urlsplit(f"//{host}")
-            name, port = parts.hostname or "", parts.port or 80
+            address = urlsplit(f"//{host}")
+            name, port = address.hostname or "", address.port or 80
         except ValueError:
             return False
         if port != self.server_address[1]:
@@ -168,8 +168,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif address.path == "/api/runs":
             self._reply_json(self.server.folder.entries())
         elif address.path == "/api/run":
-            wanted = {name: values[-1] for name, values in parse_qs(address.query).items()}
-            self._reply_run(wanted.get("id", ""), wanted.get("stamp", ""))
+            query = {name: values[-1] for name, values in parse_qs(address.query).items()}
+            self._reply_run(query.get("id", ""), query.get("stamp", ""))
         else:
             self._reply(HTTPStatus.NOT_FOUND, "text/plain", b"not found")
 

@@ -23,7 +23,10 @@ _LANGUAGES = {".py": "python", ".yaml": "yaml", ".cfg": "ini", ".toml": "toml"}
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the reference pages, and a page for each linked file that is not in docs/."""
     pages = reference.pages()
-    texts = {f"docs/{one.src_uri}": one.content_string for one in files.documentation_pages()}
+    texts = {
+        f"docs/{source_page.src_uri}": source_page.content_string
+        for source_page in files.documentation_pages()
+    }
     waiting = list(texts.items())
     while waiting:
         for target in _linked(*waiting.pop()):
@@ -40,11 +43,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Let links to files of the repository lead to their pages on the site."""
     uri = page.file.src_uri
     path = _repository_path(uri)
-    here = posixpath.dirname(uri)
+    folder = posixpath.dirname(uri)
 
     def on_site(link: re.Match[str]) -> str:
         target = _resolve(path, link[0])
-        return posixpath.relpath(_page_uri(target), here) if target else link[0]
+        return posixpath.relpath(_page_uri(target), folder) if target else link[0]
 
     return _LINK.sub(on_site, markdown)
 
@@ -61,8 +64,8 @@ def _resolve(path: str, link: str) -> str:
 
 
 def _linked(path: str, text: str) -> Iterator[str]:
-    found = (_resolve(path, link) for link in _LINK.findall(text))
-    return (target for target in found if target)
+    targets = (_resolve(path, link) for link in _LINK.findall(text))
+    return (target for target in targets if target)
 
 
 def _page_uri(target: str) -> str:
@@ -75,13 +78,13 @@ def _page_uri(target: str) -> str:
 
 def _source_page(target: str) -> str | bytes:
     """Return a page with the text of a file or the list of a folder, or an image."""
-    place = ROOT / target
-    if place.suffix == ".png":
-        return place.read_bytes()
-    if place.is_dir():
-        names = sorted(one.name for one in place.iterdir() if one.suffix in _LANGUAGES)
-        return f"# {target}\n\n" + "\n".join(f"- [{name}]({place.name}/{name})" for name in names)
-    text = place.read_text(encoding="utf-8")
-    if place.suffix == ".md":
+    path = ROOT / target
+    if path.suffix == ".png":
+        return path.read_bytes()
+    if path.is_dir():
+        names = sorted(file.name for file in path.iterdir() if file.suffix in _LANGUAGES)
+        return f"# {target}\n\n" + "\n".join(f"- [{name}]({path.name}/{name})" for name in names)
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
         return text
-    return f"# {target}\n\n`````{_LANGUAGES.get(place.suffix, '')}\n{text}`````\n"
+    return f"# {target}\n\n`````{_LANGUAGES.get(path.suffix, '')}\n{text}`````\n"

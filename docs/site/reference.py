@@ -87,7 +87,7 @@ def pages() -> dict[str, str]:
 
 
 def _settings() -> str:
-    parts = [
+    sections = [
         "# Every setting",
         "This page lists every key of a [config](../configs.md) with its type, its default and its "
         "meaning. It is generated from the schema that `stepwrap check` and "
@@ -99,22 +99,22 @@ def _settings() -> str:
     ]
     for path, section in SECTIONS.items():
         text = (inspect.getdoc(section) or "").partition("\n\nAttributes:")[0]
-        parts += [f"## {path or 'Top level'}", " ".join(text.split())]
-        parts += [_table(("key", "type", "default", "meaning"), _rows(section))]
-    return "\n\n".join(parts) + "\n"
+        sections += [f"## {path or 'Top level'}", " ".join(text.split())]
+        sections += [_table(("key", "type", "default", "meaning"), _rows(section))]
+    return "\n\n".join(sections) + "\n"
 
 
 def _rows(section: type) -> Iterator[tuple[str, ...]]:
     hints = get_type_hints(section)
-    given = documented_items(inspect.getdoc(section) or "", "Attributes")
-    meanings = {one: text for names, text in given.items() for one in names.split(", ")}
-    for one in fields(section):
-        if one.name not in _INLINE:
-            kind = " or ".join(_type(hint, one) for hint in options_of(hints[one.name]))
-            meaning = meanings.get(one.name, "")
+    documented = documented_items(inspect.getdoc(section) or "", "Attributes")
+    meanings = {key: text for names, text in documented.items() for key in names.split(", ")}
+    for setting in fields(section):
+        if setting.name not in _INLINE:
+            kind = " or ".join(_type(hint, setting) for hint in options_of(hints[setting.name]))
+            meaning = meanings.get(setting.name, "")
             # Defaults that other settings determine are described in words.
-            default = "" if "default" in meaning else _default(one)
-            yield f"`{one.name}`", kind, default, meaning
+            default = "" if "default" in meaning else _default(setting)
+            yield f"`{setting.name}`", kind, default, meaning
 
 
 def _type(hint: Any, setting: Field[Any]) -> str:
@@ -139,7 +139,7 @@ def _default(setting: Field[Any]) -> str:
 
 
 def _classes() -> str:
-    parts = [
+    sections = [
         "# Registered classes",
         "This page lists the names that a `type` in a [config](../configs.md) can have, by "
         "registry, and the arguments of stepwrap's own classes. In a terminal, "
@@ -150,17 +150,19 @@ def _classes() -> str:
         "hooks:\n  early_stop: {metric: val/loss, patience: 3}\n```",
     ]
     for registry, entries in list_registrations().items():
-        parts += [f"## {registry}", f"Used in {_REGISTRIES[registry]}."]
-        others = defaultdict(list)
+        sections += [f"## {registry}", f"Used in {_REGISTRIES[registry]}."]
+        other_names = defaultdict(list)
         for entry in entries:
             if entry.source.startswith("stepwrap."):
-                parts += _class(entry)
+                sections += _class(entry)
             else:
-                others[entry.source].append(f"`{entry.name}`")
-        parts += [f"From `{source}`: {', '.join(names)}." for source, names in others.items()]
+                other_names[entry.source].append(f"`{entry.name}`")
+        sections += [
+            f"From `{source}`: {', '.join(names)}." for source, names in other_names.items()
+        ]
         if not entries:
-            parts += ["Nothing is registered by default."]
-    return "\n\n".join(parts) + "\n"
+            sections += ["Nothing is registered by default."]
+    return "\n\n".join(sections) + "\n"
 
 
 def _class(entry: Registration) -> Iterator[str]:
@@ -184,22 +186,22 @@ def _arguments(entry: Registration) -> Iterator[tuple[str, ...]]:
 
 
 def _api(folder: str, doors: list[str]) -> str:
-    parts = [f"# stepwrap.{folder}"]
+    entries = [f"# stepwrap.{folder}"]
     for path in doors:
         door = import_module(path)
         names = sorted(getattr(door, "__all__", ()), key=str.lower)
         # The docstring's other sentences are for readers of the code.
-        parts += [re.split(r"(?<=\.)\s", door.__doc__ or "")[0], f"Import from `{path}`."]
-        parts += [_entry(door, name) for name in names]
-    return "\n\n".join(parts) + "\n"
+        entries += [re.split(r"(?<=\.)\s", door.__doc__ or "")[0], f"Import from `{path}`."]
+        entries += [_entry(door, name) for name in names]
+    return "\n\n".join(entries) + "\n"
 
 
 def _entry(door: ModuleType, name: str) -> str:
-    found = getattr(door, name)
-    origin = getattr(found, "__module__", door.__name__)
+    target = getattr(door, name)
+    origin = getattr(target, "__module__", door.__name__)
     if origin.startswith("stepwrap"):
         return f"::: {door.__name__}.{name}"
-    return f"## {name}\n\nThe same as `{origin}.{found.__qualname__}`."
+    return f"## {name}\n\nThe same as `{origin}.{target.__qualname__}`."
 
 
 def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:

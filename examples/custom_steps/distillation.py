@@ -32,12 +32,12 @@ class Student(SupervisedModel):
         self.teacher.eval()
         return self
 
-    def forward(self, *items: Any, mode: str = "tensor", **named: Any) -> Any:
+    def forward(self, *inputs: Any, mode: str = "tensor", **named: Any) -> Any:
         if mode != "both":
-            return super().forward(*items, mode=mode, **named)
+            return super().forward(*inputs, mode=mode, **named)
         with torch.no_grad():
-            taught = self.teacher(*items, **named)
-        return super().forward(*items, **named), taught
+            taught = self.teacher(*inputs, **named)
+        return super().forward(*inputs, **named), taught
 
 
 @MODEL_WRAPPERS.register_module()

@@ -20,31 +20,33 @@ class SharpnessAwareDDP(StepDistributedDataParallel):
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         data = self.module.data_preprocessor(data, training=True)
-        weights = [one for one in self.parameters() if one.requires_grad]
+        weights = [weight for weight in self.parameters() if weight.requires_grad]
         # Set aside the gradients of the window's earlier batches: backward would add to them.
-        gathered = [None if one.grad is None else one.grad.clone() for one in weights]
-        for one in weights:
-            one.grad = None
+        gathered = [None if weight.grad is None else weight.grad.clone() for weight in weights]
+        for weight in weights:
+            weight.grad = None
         # Pass the bare model, which has no no_sync: both backwards must average over the ranks.
         with optim_wrapper.optim_context(self.module):
-            first, _ = parse_losses(self(*data, mode="loss"))
-        (first * optim_wrapper.loss_scale).backward()  # the scale does not change the direction
-        climbed = [one for one in weights if one.grad is not None]
+            loss_before, _ = parse_losses(self(*data, mode="loss"))
+        (
+            loss_before * optim_wrapper.loss_scale
+        ).backward()  # the scale does not change the direction
+        climbed = [weight for weight in weights if weight.grad is not None]
         with torch.no_grad():
-            before = [one.clone() for one in climbed]
-            norm = total_norm([one.grad for one in climbed], like=climbed)
-            for one in climbed:
-                step = one.grad * (RHO / (norm + 1e-12))
-                one.add_(step.nan_to_num(0.0))  # no move where the scaled gradient overflowed
-        for one, gradient in zip(weights, gathered, strict=True):
-            one.grad = gradient
+            before = [weight.clone() for weight in climbed]
+            norm = total_norm([weight.grad for weight in climbed], like=climbed)
+            for weight in climbed:
+                step = weight.grad * (RHO / (norm + 1e-12))
+                weight.add_(step.nan_to_num(0.0))  # no move where the scaled gradient overflowed
+        for param, gradient in zip(weights, gathered, strict=True):
+            param.grad = gradient
         with optim_wrapper.optim_context(self.module):
             second, logs = parse_losses(self(*data, mode="loss"))
         optim_wrapper.backward(optim_wrapper.scale_loss(second))
         with torch.no_grad():
-            for one, weight in zip(climbed, before, strict=True):
-                one.copy_(weight)
+            for param, weight in zip(climbed, before, strict=True):
+                param.copy_(weight)
         if optim_wrapper.should_update():
             optim_wrapper.step()
             optim_wrapper.zero_grad()
-        return {**logs, "sharpness": second.detach() - first.detach()}
+        return {**logs, "sharpness": second.detach() - loss_before.detach()}

@@ -20,10 +20,10 @@ class SourceStreams(SourceText):
         self.streams, self.size = streams, self.size // streams * streams
 
     def __getitem__(self, index: int) -> Any:
-        place, stream = divmod(index, self.streams)
-        start = (stream * (self.size // self.streams) + place) * self.block
+        block, stream = divmod(index, self.streams)
+        start = (stream * (self.size // self.streams) + block) * self.block
         chunk = self.text[start : start + self.block + 1].long()
-        return chunk[:-1], chunk[1:], torch.tensor([stream, place])
+        return chunk[:-1], chunk[1:], torch.tensor([stream, block])
 
 
 @MODELS.register_module()
@@ -37,8 +37,8 @@ class CharGRU(BaseModel):
 
     def forward(self, characters: Tensor, state: Tensor | None = None, mode: str = "tensor") -> Any:
         before = None if state is None else state[None]
-        states, last = self.gru(self.characters(characters), before)
-        return self.head(states), last[0].clone()  # fsdp warns about views
+        states, final_state = self.gru(self.characters(characters), before)
+        return self.head(states), final_state[0].clone()  # fsdp warns about views
 
     def val_step(self, data: Any) -> dict[str, Any]:
         characters, target = self.data_preprocessor(data, training=False)

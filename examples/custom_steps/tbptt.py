@@ -23,8 +23,8 @@ class TruncatedDDP(StepDistributedDataParallel):
     rows: Tensor | None = None
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
-        characters, target, places = self.module.data_preprocessor(data, training=True)
-        rows, block = places.unbind(1)
+        characters, target, positions = self.module.data_preprocessor(data, training=True)
+        rows, block = positions.unbind(1)
         if self.rows is not None and not torch.equal(rows, self.rows):
             raise ValueError(
                 "streams must be batch_size * ranks, with drop_last and without shuffle"

@@ -145,9 +145,9 @@ def prune_checkpoints(folder: Path, keep_last: int | None, keep: Iterable[Path] 
     """
     if keep_last is None or own_rank() != 0:
         return []
-    kept = {path.resolve() for path in keep}
+    kept_paths = {path.resolve() for path in keep}
     olds = [path for path, _ in list_checkpoints(folder)][keep_last:]
-    removed = [path for path in olds if path.resolve() not in kept]
+    removed = [path for path in olds if path.resolve() not in kept_paths]
     disk.remove_folders(removed)
     return removed
 
@@ -176,15 +176,15 @@ def links_in(folder: Path) -> list[Path]:
 def _with_meta(
     paths: Iterable[Path], problems: dict[Path, str] | None = None
 ) -> list[tuple[Path, dict[str, Any]]]:
-    found = []
+    readable = []
     for path in paths:
         try:
-            found.append((path, read_meta(path)))
+            readable.append((path, read_meta(path)))
         except CheckpointError as error:
             logger.warning("%s; skipped", error)
             if problems is not None:
                 problems[path] = str(error)
-    return sorted(found, key=lambda item: item[1]["serial"], reverse=True)
+    return sorted(readable, key=lambda entry: entry[1]["serial"], reverse=True)
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -283,9 +283,9 @@ def _describe(state: LoopState, reason: str, is_best: bool = False) -> dict[str,
 
 def _evaluated(state: LoopState) -> list[str]:
     """Return the place of the weights that evaluations use: a file, then keys in its content."""
-    for name, part in state.stateful.items():
-        if isinstance(part, WeightSource) and part.evaluated_entry:
-            return ["state.pt", "stateful", name, part.evaluated_entry]
+    for name, source in state.stateful.items():
+        if isinstance(source, WeightSource) and source.evaluated_entry:
+            return ["state.pt", "stateful", name, source.evaluated_entry]
     return ["model.pt"]
 
 
@@ -299,7 +299,7 @@ def _save(
     at_current_batch: bool = True,
     incomplete: bool = False,
 ) -> Path:
-    what = f"saving the checkpoint of step {state.step} in {folder}"
+    action_name = f"saving the checkpoint of step {state.step} in {folder}"
     rank, meta, parts = own_rank(), _describe(state, reason, is_best), Parts({})
     # If the state is sharded, each rank has parts of the contents.
     has_contents = rank == 0 or weights.has_sharded_state(state)
@@ -317,11 +317,11 @@ def _save(
             return {name: disk.write_file(draft / name, content) for name, content in contents()}
 
     draft = run_on_all_ranks(
-        what, lambda: disk.make_draft(folder) if rank == 0 else folder, gather
+        action_name, lambda: disk.make_draft(folder) if rank == 0 else folder, gather
     )[0]
     try:
-        places = run_on_all_ranks(what, collect, gather)
-        written = run_on_all_ranks(what, write, gather)
+        places = run_on_all_ranks(action_name, collect, gather)
+        written = run_on_all_ranks(action_name, write, gather)
         meta["files"] = {name: about for files in written for name, about in files.items()}
         if TABLE in meta["files"]:
             meta["format"] = SHARDED_FORMAT
@@ -329,7 +329,7 @@ def _save(
         def finish() -> Path:
             return _finish(draft, meta, state, incomplete) if rank == 0 else draft
 
-        return run_on_all_ranks(what, finish, gather)[0]
+        return run_on_all_ranks(action_name, finish, gather)[0]
     except CheckpointError:
         if rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
@@ -354,8 +354,10 @@ def _contents(state: LoopState) -> dict[str, Any]:
     # First, since it may communicate: an error before it would leave other ranks waiting.
     optim_state = {} if optim is None else weights.to_plain(optim.state_dict(), "optimizer")
     optim_state = named(optim_state, state.model, optim)
-    parts = state.stateful.items()
-    stateful = {name: weights.to_plain(part.state_dict(), name) for name, part in parts}
+    stateful_objects = state.stateful.items()
+    stateful = {
+        name: weights.to_plain(source.state_dict(), name) for name, source in stateful_objects
+    }
     return {
         "model": weights.weights_of(weights.user_model(state.model)),
         "optim": optim_state,
@@ -383,8 +385,8 @@ def _own_contents(state: LoopState, at_current_batch: bool) -> dict[str, Any]:
         reader_state = state.data.reader.state_dict()
     if reader_state is not None and at_current_batch:
         own["loader"] = weights.to_plain(reader_state, "loader")
-    places = weights.gradient_places(model)
-    return {**own, "places": places} if places else own
+    layouts = weights.gradient_places(model)
+    return {**own, "places": layouts} if layouts else own
 
 
 def _finish(draft: Path, meta: dict[str, Any], state: LoopState, incomplete: bool) -> Path:
@@ -397,15 +399,17 @@ def _finish(draft: Path, meta: dict[str, Any], state: LoopState, incomplete: boo
     gone_back = state.restored_from
     if gone_back is not None and gone_back[0] == folder.resolve() and not incomplete:
         _abandon(folder, after=gone_back[1])
-    others = list_checkpoints(folder)
+    existing = list_checkpoints(folder)
     replaced = [
-        (path, old) for path, old in others if old["step"] == meta["step"] and not incomplete
+        (path, old_meta)
+        for path, old_meta in existing
+        if old_meta["step"] == meta["step"] and not incomplete
     ]
     # A run may also be resumed from an incomplete or an abandoned checkpoint, and then abandons
     # those with a higher serial number.
-    every = others + _with_meta(folder.glob("?*_step_*"))
-    meta["serial"] = 1 + max((old["serial"] for _, old in every), default=0)
-    meta["best"] = meta["best"] or any(old["best"] for _, old in replaced)
+    every = existing + _with_meta(folder.glob("?*_step_*"))
+    meta["serial"] = 1 + max((old_meta["serial"] for _, old_meta in every), default=0)
+    meta["best"] = meta["best"] or any(old_meta["best"] for _, old_meta in replaced)
     final = folder / name
     if incomplete:
         disk.remove_folders(folder.glob("incomplete_*"))

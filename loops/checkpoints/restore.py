@@ -49,7 +49,7 @@ class Checkpoint:
             CheckpointError: the file does not exist, has no tensors, or is damaged.
         """
         files, stem = self.meta["files"], name.removesuffix(".pt")
-        readable = [one for one in files if one != TABLE]
+        readable = [file for file in files if file != TABLE]
         if name not in readable:
             raise CheckpointError(
                 f"the file to read in {self.path} must be one of {', '.join(readable)}, got {name}"
@@ -168,9 +168,9 @@ class Checkpoint:
         with reading(self.path, "state.pt", "stateful"):
             saved = dict(content["stateful"])
         for name in state.stateful.keys() & saved.keys():
-            part = state.stateful[name]
+            stateful = state.stateful[name]
             with reading(self.path, "state.pt", f"stateful.{name}"):
-                part.load_state_dict(_accepted_by(part, saved[name]))
+                stateful.load_state_dict(_accepted_by(stateful, saved[name]))
         return state.stateful.keys() - saved.keys(), saved.keys() - state.stateful.keys()
 
     def _load_model(self, model: nn.Module, saved: Mapping[str, Any]) -> NameOrders:
@@ -262,11 +262,13 @@ class Checkpoint:
             return [files.file(name) for name in names]
 
         with reading(self.path, every, "gradients"):
-            places = weights.gradient_places(model)
-            fits = bool(rank_content) and rank_content.get("places", {}) == places
+            layouts = weights.gradient_places(model)
+            fits = bool(rank_content) and rank_content.get("places", {}) == layouts
             sources = [rank_content] if fits else ranks()
-            part = rank_content["gradients"] if fits else weights.mean_gradients(model, sources)
-            weights.set_gradients(model, part)
+            gradients = (
+                rank_content["gradients"] if fits else weights.mean_gradients(model, sources)
+            )
+            weights.set_gradients(model, gradients)
             weights.restore_window_weights(state, sources, rank_ratio)
         with reading(self.path, every, "logs"):
             # Older checkpoints have no logs.
@@ -297,11 +299,11 @@ class Checkpoint:
         return content
 
 
-def _accepted_by(part: Any, content: Any) -> Any:
-    """Return ``content``, with whole tensors unless ``part`` can read slices of them."""
+def _accepted_by(stateful: Any, content: Any) -> Any:
+    """Return ``content``, with whole tensors unless ``stateful`` can read slices of them."""
     return (
         content
-        if isinstance(part, PartReader) and part.reads_parts
+        if isinstance(stateful, PartReader) and stateful.reads_parts
         else with_whole_tensors(content)
     )
 
@@ -376,13 +378,13 @@ def _search(root: Path, which: str, before: int | None) -> Path | None:
 
 def _step_in_name(path: Path) -> int:
     """Return the step in the name of a checkpoint's folder; 0 if the name has none."""
-    found = re.match(r"step_(\d+)", path.name)
-    return int(found[1]) if found else 0
+    match = re.match(r"step_(\d+)", path.name)
+    return int(match[1]) if match else 0
 
 
-def _adapter_problems(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def _adapter_problems(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     name = weights.ADAPTER
-    if isinstance(saved, Mapping) and (name in saved) != (name in wanted):
+    if isinstance(saved, Mapping) and (name in saved) != (name in expected):
         holds, has = ("only an adapter", "none") if name in saved else ("no adapter", "one")
         return [
             f"it holds {holds}, and the model has {has}: set `adapter` as in the config of the run "
@@ -391,12 +393,12 @@ def _adapter_problems(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> li
     return []
 
 
-def _mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def _mismatches(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     if not isinstance(saved, Mapping):
         return [f"model.pt must hold a table of weights, got {type(saved).__name__}"]
-    surplus = [name for name in saved if name not in wanted]
+    surplus = [name for name in saved if name not in expected]
     lines: list[str] = []
-    for name, value in wanted.items():
+    for name, value in expected.items():
         if name not in saved:
             # Only for the lines that are shown: each search compares with all surplus names.
             near = difflib.get_close_matches(name, surplus, n=1) if len(lines) < _SHOWN else []

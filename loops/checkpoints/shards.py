@@ -53,55 +53,55 @@ class Parts:
 
     def files_of(self, rank: int, table: Table) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield names and contents of the files that ``table`` assigns to this rank."""
-        for stem, parts in self._parts.items():
+        for stem, stored in self._parts.items():
             name = _shard_file(stem, rank)
-            wanted = {
-                key: _compact(parts[key])
+            file_tensors = {
+                key: _compact(stored[key])
                 for key, entry in table.get(stem, {}).items()
-                if any(piece["file"] == name for piece in entry["pieces"])
+                if any(chunk["file"] == name for chunk in entry["pieces"])
             }
-            if wanted:
-                yield name, wanted
+            if file_tensors:
+                yield name, file_tensors
 
     def _mark(self, stem: str, tensor: Any, key: str) -> Any:
         if not is_dtensor(tensor):
             return tensor
-        layout, part = layout_of(tensor), local_part(tensor)
+        layout, local = layout_of(tensor), local_part(tensor)
         if not layout.sharded_over:
-            return part
+            return local
         if key in self._parts[stem]:
             raise ValueError(f"two tensors of {stem} have the name {key}")
-        self._parts[stem][key] = part
-        dtype = str(part.dtype).removeprefix("torch.")
+        self._parts[stem][key] = local
+        dtype = str(local.dtype).removeprefix("torch.")
         self.places[stem][key] = (layout.shape, dtype, layout.offsets, layout.sizes)
         return {_MARK: key}
 
 
-def make_table(places: Sequence[Places]) -> Table:
+def make_table(rank_locations: Sequence[Places]) -> Table:
     """Return the table of all parts; the first rank that holds a part writes it.
 
     Args:
-        places: the parts that each rank holds.
+        rank_locations: the parts that each rank holds.
 
     Raises:
         CheckpointError: the parts of a tensor do not make up the whole tensor.
     """
     table: Table = {}
-    for rank, stems in enumerate(places):
+    for rank, stems in enumerate(rank_locations):
         for stem, tensors in stems.items():
             for key, (shape, dtype, offsets, sizes) in tensors.items():
-                new = {"shape": list(shape), "dtype": dtype, "pieces": []}
-                pieces = table.setdefault(stem, {}).setdefault(key, new)["pieces"]
-                known = any(piece["offsets"] == list(offsets) for piece in pieces)
-                if math.prod(sizes) and not known:
-                    piece = {"offsets": list(offsets), "sizes": list(sizes)}
-                    pieces.append({"file": _shard_file(stem, rank), **piece})
+                initial = {"shape": list(shape), "dtype": dtype, "pieces": []}
+                chunks = table.setdefault(stem, {}).setdefault(key, initial)["pieces"]
+                is_listed = any(chunk["offsets"] == list(offsets) for chunk in chunks)
+                if math.prod(sizes) and not is_listed:
+                    chunk = {"offsets": list(offsets), "sizes": list(sizes)}
+                    chunks.append({"file": _shard_file(stem, rank), **chunk})
     for stem, entries in table.items():
         for key, entry in entries.items():
-            held = sum(math.prod(piece["sizes"]) for piece in entry["pieces"])
-            if held != math.prod(entry["shape"]):
+            num_elements = sum(math.prod(chunk["sizes"]) for chunk in entry["pieces"])
+            if num_elements != math.prod(entry["shape"]):
                 raise CheckpointError(
-                    f"the ranks hold {held} of the {math.prod(entry['shape'])} elements of "
+                    f"the ranks hold {num_elements} of the {math.prod(entry['shape'])} elements of "
                     f"{key} in {stem}"
                 )
     return table
@@ -118,37 +118,37 @@ class SavedTensor:
         self,
         shape: Sequence[int],
         dtype: torch.dtype,
-        pieces: Sequence[tuple[Sequence[int], Sequence[int], Callable[[], Tensor]]],
+        chunks: Sequence[tuple[Sequence[int], Sequence[int], Callable[[], Tensor]]],
     ) -> None:
         self.shape = torch.Size(shape)
         self.dtype = dtype
-        self._pieces = pieces
+        self._pieces = chunks
 
     def __getitem__(self, index: Any) -> Tensor:
         """Read a part into new memory; ``index`` is ``...`` or one slice per dimension."""
         slices = [slice(None)] * len(self.shape) if index is ... else index
         bounds = [s.indices(size)[:2] for s, size in zip(slices, self.shape, strict=True)]
-        starts, wanted = [low for low, _ in bounds], [high - low for low, high in bounds]
-        part = torch.empty(wanted, dtype=self.dtype)
-        for offsets, sizes, read in self._pieces:
-            common = overlap((starts, wanted), (offsets, sizes))
+        starts, part_sizes = [low for low, _ in bounds], [high - low for low, high in bounds]
+        result = torch.empty(part_sizes, dtype=self.dtype)
+        for offsets, sizes, load in self._pieces:
+            common = overlap((starts, part_sizes), (offsets, sizes))
             if common is not None:
-                part[common[0]] = read()[common[1]]
-        return part
+                result[common[0]] = load()[common[1]]
+        return result
 
 
 _Box: TypeAlias = tuple[Sequence[int], Sequence[int]]
 
 
-def overlap(one: _Box, other: _Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def overlap(box: _Box, other: _Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Return the overlap of two parts (offsets, sizes) of a tensor as slices of each, or None."""
-    edges = list(zip(*one, *other, strict=True))
+    edges = list(zip(*box, *other, strict=True))
     common = [(max(a, b), min(a + n, b + m)) for a, n, b, m in edges]
     if not all(low < high for low, high in common):
         return None
     inside_one, inside_other = (
         tuple(slice(low - o, high - o) for (low, high), o in zip(common, offsets, strict=True))
-        for offsets, _ in (one, other)
+        for offsets, _ in (box, other)
     )
     return inside_one, inside_other
 
@@ -213,25 +213,25 @@ class Reader:
         shape, dtype = torch.Size(entry["shape"]), getattr(torch, entry["dtype"], None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{key}: torch has no dtype {entry['dtype']!r}")
-        pieces = []
-        for piece in entry["pieces"]:
-            offsets, sizes = torch.Size(piece["offsets"]), torch.Size(piece["sizes"])
+        chunks = []
+        for chunk in entry["pieces"]:
+            offsets, sizes = torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])
             inside = zip(offsets, sizes, shape, strict=True)
-            if piece["file"] not in self._files or not all(0 <= o <= n - s for o, s, n in inside):
+            if chunk["file"] not in self._files or not all(0 <= o <= n - s for o, s, n in inside):
                 raise ValueError(
-                    f"{key}: the piece {piece} must be inside the shape {tuple(shape)} and in a "
+                    f"{key}: the piece {chunk} must be inside the shape {tuple(shape)} and in a "
                     "file of the checkpoint"
                 )
-            pieces.append((offsets, sizes, partial(self._piece, key, piece["file"], sizes)))
-        held = sum(sizes.numel() for _, sizes, _ in pieces)
-        if held != shape.numel():
-            raise ValueError(f"{key}: the pieces have {held} of {shape.numel()} elements")
-        return SavedTensor(shape, dtype, pieces)
+            chunks.append((offsets, sizes, partial(self._piece, key, chunk["file"], sizes)))
+        num_elements = sum(sizes.numel() for _, sizes, _ in chunks)
+        if num_elements != shape.numel():
+            raise ValueError(f"{key}: the pieces have {num_elements} of {shape.numel()} elements")
+        return SavedTensor(shape, dtype, chunks)
 
     def _piece(self, key: str, name: str, sizes: torch.Size) -> Tensor:
-        part = self.file(name)
+        tensors = self.file(name)
         with reading(self._folder, name, key):
-            tensor: Tensor = part[key]
+            tensor: Tensor = tensors[key]
             if tensor.shape != sizes:
                 raise ValueError(f"its shape must be {tuple(sizes)}, got {tuple(tensor.shape)}")
         return tensor
@@ -263,5 +263,5 @@ def _map_tree(value: Any, change: Callable[[Any, str], Any], key: str = "") -> A
 def _compact(tensor: Tensor) -> Tensor:
     """Return ``tensor`` on the CPU in its own storage, since torch.save writes whole storages."""
     tensor = tensor.detach().cpu()
-    own = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if own else tensor.clone()
+    is_compact = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if is_compact else tensor.clone()

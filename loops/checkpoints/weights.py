@@ -46,11 +46,20 @@ def to_plain(value: Any, where: str) -> Any:
         # torch.save would write all of the memory of which the tensor is a slice.
         return value if is_compact(value) else value.detach().clone()
     if isinstance(value, Mapping):
-        items = {to_plain(k, f"{where} key"): to_plain(v, f"{where}.{k}") for k, v in value.items()}
-        kind = next((one for one in (OrderedDict, Counter) if isinstance(value, one)), dict)
-        return kind(items)
+        entries = {
+            to_plain(k, f"{where} key"): to_plain(v, f"{where}.{k}") for k, v in value.items()
+        }
+        kind = next(
+            (
+                mapping_class
+                for mapping_class in (OrderedDict, Counter)
+                if isinstance(value, mapping_class)
+            ),
+            dict,
+        )
+        return kind(entries)
     if type(value) in (list, tuple, set, torch.Size):
-        return type(value)(to_plain(item, f"{where}.{i}") for i, item in enumerate(value))
+        return type(value)(to_plain(entry, f"{where}.{i}") for i, entry in enumerate(value))
     for number in (int, float):
         if isinstance(value, number):
             return number(value)
@@ -77,7 +86,7 @@ def user_model(wrapper: nn.Module) -> nn.Module:
 
 def plain_name(name: str) -> str:
     """Return the name of a weight or module without the parts added by ``torch.compile``."""
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
+    return ".".join(component for component in name.split(".") if component != _COMPILED)
 
 
 def is_compact(tensor: Tensor) -> bool:
@@ -109,9 +118,9 @@ def saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     or rename them.
     """
     state = model.state_dict(keep_vars=True)
-    own = {n: p for n, p in model.named_parameters(remove_duplicate=False) if n in state}
-    found = {n: p for n, p in state.items() if isinstance(p, nn.Parameter)}
-    return {plain_name(name): one for name, one in {**own, **found}.items()}
+    params = {n: p for n, p in model.named_parameters(remove_duplicate=False) if n in state}
+    extra_params = {n: p for n, p in state.items() if isinstance(p, nn.Parameter)}
+    return {plain_name(name): param for name, param in {**params, **extra_params}.items()}
 
 
 def weights_of(model: nn.Module) -> OrderedDict[str, Any]:
@@ -257,19 +266,21 @@ def mean_gradients(model: nn.Module, ranks: Sequence[Mapping[str, Any]]) -> dict
 def _mean(name: str, layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> Tensor:
     saved = [c["gradients"][name] for c in ranks if name in c["gradients"]]
     total = torch.zeros(layout.sizes, dtype=saved[0].dtype)
-    places = [content.get("places", {}).get(name) for content in ranks]
-    for content, place in zip(ranks, places, strict=True):
+    layouts = [content.get("places", {}).get(name) for content in ranks]
+    for content, rank_layout in zip(ranks, layouts, strict=True):
         gradient = content["gradients"].get(name)
         if gradient is None:
             continue
-        offsets, sizes = place or ([0] * gradient.ndim, gradient.shape)
+        offsets, sizes = rank_layout or ([0] * gradient.ndim, gradient.shape)
         common = overlap((layout.offsets, layout.sizes), (offsets, sizes))
         if common is not None:
             total[common[0]] += gradient[common[1]]
     # `total` is a sum over all ranks. Each distinct part was held by `len(ranks) / parts` ranks:
     # divide by this number.
-    parts = len({(tuple(place[0]), tuple(place[1])) for place in places if place is not None}) or 1
-    return total * parts / len(ranks)
+    num_parts = (
+        len({(tuple(layout[0]), tuple(layout[1])) for layout in layouts if layout is not None}) or 1
+    )
+    return total * num_parts / len(ranks)
 
 
 def window_weights(state: LoopState) -> list[float]:

@@ -63,7 +63,9 @@ class TextCollator:
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch of some samples."""
-        columns = {key: self._column(samples, key) for key, one in self._columns.items() if one}
+        columns = {
+            key: self._column(samples, key) for key, column in self._columns.items() if column
+        }
         tokens = self._tokenizer(
             columns["text"],
             columns.get("pair"),
@@ -78,11 +80,11 @@ class TextCollator:
     def _column(self, samples: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
         name = str(self._columns[key])
         if name not in samples[0]:
-            known = [str(one) for one in samples[0]]
-            what = f"is not a column of the samples{did_you_mean(name, known)}"
-            columns = ", ".join(known)
-            raise KeyError(f"TextCollator: {key}={name!r} {what}; the columns are {columns}")
-        return [one[name] for one in samples]
+            names = [str(column) for column in samples[0]]
+            message = f"is not a column of the samples{did_you_mean(name, names)}"
+            columns = ", ".join(names)
+            raise KeyError(f"TextCollator: {key}={name!r} {message}; the columns are {columns}")
+        return [sample[name] for sample in samples]
 
 
 def keep_lists(samples: list[Any]) -> Any:
@@ -92,7 +94,7 @@ def keep_lists(samples: list[Any]) -> Any:
     tuple of lists, mappings a dict of lists.
     """
     if isinstance(samples[0], Mapping):
-        return {name: [one[name] for one in samples] for name in samples[0]}
+        return {name: [sample[name] for sample in samples] for name in samples[0]}
     return tuple(map(list, zip(*samples, strict=True)))
 
 

@@ -59,10 +59,10 @@ class _Update:
             remedies.append(f"batch_size >= {larger} with {ranks}")
         if self.equal:
             remedies.append("optim_wrapper.loss_weight: samples, with any number of ranks")
-        pieces = "" if self.only is None else f" in {self.only} batches of each rank"
+        suffix = "" if self.only is None else f" in {self.only} batches of each rank"
         return (
             f"an update of this run has {self.size} samples, which {ranks} ranks with batch_size "
-            f"{batch_size} cannot share{' equally' if self.equal else ''}{pieces}. Use "
+            f"{batch_size} cannot share{' equally' if self.equal else ''}{suffix}. Use "
             f"{'; or '.join(remedies)}"
         )
 
@@ -85,11 +85,11 @@ def split_into_updates(state: LoopState, loader: Iterable[Any]) -> None:
         return
     weighted, window = is_weighted(state.optim_wrapper), window_of(state.optim_wrapper) or 1
     saved = _saved(state, sampler, window)
-    known = saved["samples"] == sampler.num_samples
+    is_same_data = saved["samples"] == sampler.num_samples
     # The saved length may include samples that were repeated to make the ranks even. With a
     # `loss_weight` nothing is repeated, so cap the length at the number of samples.
     most = saved["samples"] if weighted else saved["length"]
-    epoch_samples = min(saved["length"], most) if known else None
+    epoch_samples = min(saved["length"], most) if is_same_data else None
     only = _fixed_count(state, saved, weighted)
     update = _Update(saved["global_batch"], equal=not weighted, only=only)
     count = update.batches(sampler.world_size, sampler.batch_size)

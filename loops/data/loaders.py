@@ -83,8 +83,10 @@ class SeededSamples(Dataset[Any]):
         self._epoch.follow()
         if isinstance(indices, BatchIndices):
             seed_rng(mix_seed(*indices.key))
-        many = getattr(self.samples, "__getitems__", None)
-        return list(map(self.samples.__getitem__, indices) if many is None else many(indices))
+        get_many = getattr(self.samples, "__getitems__", None)
+        return list(
+            map(self.samples.__getitem__, indices) if get_many is None else get_many(indices)
+        )
 
 
 def build_loader(
@@ -249,9 +251,9 @@ def size_before_padding(loader: Iterable[Any]) -> int | None:
 
     Returns None for other loaders.
     """
-    own = sampler_of(loader)
-    if own is not None:
-        return own.num_samples if own.pads else None
+    own_sampler = sampler_of(loader)
+    if own_sampler is not None:
+        return own_sampler.num_samples if own_sampler.pads else None
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, DistributedSampler):
         size = len(sampler.dataset)  # type: ignore[arg-type]
@@ -266,9 +268,9 @@ def batches_from(loader: Iterable[Any], epoch: int, batch: int = 0) -> Iterator[
     a function of the epoch. Otherwise they are read and discarded, with a warning.
     """
     repeatable = set_epoch(loader, epoch)
-    own = sampler_of(loader)
-    if own is not None:
-        own.set_position(epoch, batch)
+    own_sampler = sampler_of(loader)
+    if own_sampler is not None:
+        own_sampler.set_position(epoch, batch)
         return iterate(loader)
     sampler = getattr(loader, "batch_sampler", None)
     if not batch:

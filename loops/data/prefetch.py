@@ -87,9 +87,9 @@ def _copied(data: Any, device: torch.device, user: torch.cuda.Stream) -> Any:
         copy.record_stream(user)
         return copy
     if isinstance(data, Mapping):
-        return {name: _copied(part, device, user) for name, part in data.items()}
+        return {name: _copied(entry, device, user) for name, entry in data.items()}
     if not isinstance(data, (list, tuple)) or hasattr(data, "to"):
         return data
-    parts = [_copied(part, device, user) for part in data]
+    entries = [_copied(entry, device, user) for entry in data]
     rebuild: Any = type(data)
-    return rebuild(*parts) if hasattr(data, "_fields") else rebuild(parts)
+    return rebuild(*entries) if hasattr(data, "_fields") else rebuild(entries)

@@ -51,20 +51,20 @@ def batches_of_pass(loader: Iterable[Any], state: LoopState, prefetch: bool) -> 
 
 
 def _batches_and_source(
-    loader: Iterable[Any], epoch: int, batch: int, place: Any
+    loader: Iterable[Any], epoch: int, batch: int, position: Any
 ) -> tuple[Iterator[Any], Stateful | None]:
     """Return the batches and the object that reports their position, if there is one.
 
-    ``place`` is the saved position to start from; None to start from ``epoch`` and ``batch``.
+    ``position`` is the saved position to start from; None to start from ``epoch`` and ``batch``.
     """
-    if place is None:
+    if position is None:
         batches = batches_from(loader, epoch, batch)
         return batches, _position_source(loader, batches)
     set_epoch(loader, epoch)
     # The random streams were restored from the checkpoint and must not change here.
     with preserved_rng():
         if isinstance(loader, Stateful):
-            _load(loader, place, loader)
+            _load(loader, position, loader)
         batches = iterate(loader)
         source = _position_source(loader, batches)
         if source is None:
@@ -73,14 +73,14 @@ def _batches_and_source(
             )
             return batches_from(loader, epoch, batch), None
         if not isinstance(loader, Stateful):
-            _load(source, place, loader)
+            _load(source, position, loader)
     if batch:
         return batches, source
     if isinstance(loader, DataLoader) and not (loader.generator or loader.persistent_workers):
         # Draw the seed of the workers, like any DataLoader at the beginning of a pass.
         torch.empty((), dtype=torch.int64).random_()
-    for first in batches:
-        return itertools.chain([first], batches), source
+    for first_batch in batches:
+        return itertools.chain([first_batch], batches), source
     # The saved position was the end of the previous pass.
     batches = iterate(loader)
     return batches, _position_source(loader, batches)
@@ -93,17 +93,17 @@ def _position_source(loader: Iterable[Any], batches: Iterator[Any]) -> Stateful 
     """
     if sampler_of(loader) is not None:
         return None
-    for one in (loader, batches):
-        if isinstance(one, Stateful):
-            return one
-    own: Any = batches
-    is_grain = hasattr(own, "get_state") and hasattr(own, "set_state")
-    return _Renamed(own.get_state, own.set_state) if is_grain else None
+    for source in (loader, batches):
+        if isinstance(source, Stateful):
+            return source
+    batch_source: Any = batches
+    is_grain = hasattr(batch_source, "get_state") and hasattr(batch_source, "set_state")
+    return _Renamed(batch_source.get_state, batch_source.set_state) if is_grain else None
 
 
-def _load(source: Stateful, place: Any, loader: Iterable[Any]) -> None:
+def _load(source: Stateful, position: Any, loader: Iterable[Any]) -> None:
     try:
-        source.load_state_dict(place)
+        source.load_state_dict(position)
     except Exception as error:
         raise ValueError(
             f"{type(loader).__name__} cannot continue from its position in the checkpoint: "
@@ -166,7 +166,10 @@ class StreamLoader(DataLoader[Any]):
         stream, epoch = self._stream, self._stream.epoch
         if stream.restored is None:
             self._last = -1
-            self._places = [one if one and one["epoch"] != epoch else None for one in self._places]
+            self._places = [
+                position if position and position["epoch"] != epoch else None
+                for position in self._places
+            ]
         if self._seed is None:
             self._seed = (self.generator or torch.default_generator).initial_seed()
         stream.seed = self._seed
@@ -177,15 +180,15 @@ class StreamLoader(DataLoader[Any]):
         return self._noting_places(batches)
 
     def _noting_places(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for worker, place, batch in batches:
-            if place is not None:
-                self._places[worker], self._last = place, worker
+        for worker, position, batch in batches:
+            if position is not None:
+                self._places[worker], self._last = position, worker
                 yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was returned."""
-        place = {"epoch": self._stream.epoch, "last": self._last, "seed": self._seed}
-        return {**place, "workers": list(self._places)}
+        position = {"epoch": self._stream.epoch, "last": self._last, "seed": self._seed}
+        return {**position, "workers": list(self._places)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the position of the next iteration.
@@ -249,28 +252,28 @@ class Stream(IterableDataset[Any]):
         self._batches, self._ended = 0, False
         return self._read(*(restored or (-1, [])))
 
-    def _read(self, last: int, places: list[dict[str, Any] | None]) -> Iterator[Any]:
+    def _read(self, last_worker: int, positions: list[dict[str, Any] | None]) -> Iterator[Any]:
         # The DataLoader starts each round with worker 0, but `last` may be inside a round.
-        if self.worker <= last < len(places) - 1:
+        if self.worker <= last_worker < len(positions) - 1:
             yield from [_SKIPPED] * self.batch_size
-        place = places[self.worker] if places else None
-        if place is not None:
+        position = positions[self.worker] if positions else None
+        if position is not None:
             with preserved_rng():
-                self._restore(place)
+                self._restore(position)
         # The workers' copies may share the epoch in memory (Hugging Face's data sets do): write
         # it only if it differs.
         if getattr(self.samples, "epoch", None) != self.epoch:
             getattr(self.samples, "set_epoch", lambda _: None)(self.epoch)
         self._start_batch()
         if not self._ended:
-            yield from self.samples if place is None else self._restored_samples()
+            yield from self.samples if position is None else self._restored_samples()
             self._ended = True
 
     def _restored_samples(self) -> Iterator[Any]:
         samples = iter(self.samples)
         try:
             # The data sets of Hugging Face load their state here.
-            first = list(itertools.islice(samples, 1))
+            head = list(itertools.islice(samples, 1))
         except LookupError as error:
             raise ValueError(
                 f"{type(self.samples).__name__} cannot load its state from the checkpoint "
@@ -278,18 +281,18 @@ class Stream(IterableDataset[Any]):
                 "with several workers, start the run with shuffle(buffer_size=1, "
                 "max_buffer_input_shards=1)"
             ) from error
-        yield from first
+        yield from head
         yield from samples
 
-    def _restore(self, place: dict[str, Any]) -> None:
-        inside = place["epoch"] == self.epoch
+    def _restore(self, position: dict[str, Any]) -> None:
+        inside = position["epoch"] == self.epoch
         if inside:
-            self.samples.load_state_dict(place["samples"])
-            self._batches, self._ended = place["batches"], place["ended"]
+            self.samples.load_state_dict(position["samples"])
+            self._batches, self._ended = position["batches"], position["ended"]
         elif self.keeps_workers and not hasattr(self.samples, "set_epoch"):
             # Restore what the data set keeps between passes, such as its generator.
-            self.samples.load_state_dict(place["samples"])
-            if not place["ended"]:
+            self.samples.load_state_dict(position["samples"])
+            if not position["ended"]:
                 for _ in self.samples:
                     pass
 
@@ -321,8 +324,8 @@ class _Collate:
         self._epoch = 0
 
     def __call__(self, samples: Any) -> tuple[int, dict[str, Any] | None, Any]:
-        first = samples[0] if type(samples) is list and samples else samples
-        if first is _SKIPPED:
+        sample = samples[0] if type(samples) is list and samples else samples
+        if sample is _SKIPPED:
             return self.stream.worker, None, None
         if self._listeners and self._epoch != self.stream.epoch:
             self._epoch = self.stream.epoch

@@ -122,11 +122,11 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self._weighted = weighted
         all_samples = self.num_samples // chunk * chunk if self.drop_last else self.num_samples
         self.padded_samples = all_samples if epoch_samples is None else epoch_samples
-        rest = self.padded_samples % global_batch
-        if same_batch_count and rest:
-            parts = micro_batches * self.world_size
-            self._last_chunk = -(-rest // parts) * self.world_size
-            self.padded_samples += self._last_chunk * micro_batches - rest
+        remainder = self.padded_samples % global_batch
+        if same_batch_count and remainder:
+            num_parts = micro_batches * self.world_size
+            self._last_chunk = -(-remainder // num_parts) * self.world_size
+            self.padded_samples += self._last_chunk * micro_batches - remainder
         elif self.even and not weighted:
             self.padded_samples += -self.padded_samples % self.world_size
         self.epoch_samples = self.padded_samples if epoch_samples is None else epoch_samples
@@ -138,8 +138,8 @@ class ShardedBatchSampler(Sampler[list[int]]):
     def batches(self) -> int:
         """Batches in an epoch, on the rank with the most batches."""
         full = self.epoch_samples // self.global_batch
-        rest = self.padded_samples - full * self.global_batch
-        return full * self.micro_batches - (-rest // self._last_chunk)
+        remainder = self.padded_samples - full * self.global_batch
+        return full * self.micro_batches - (-remainder // self._last_chunk)
 
     def __len__(self) -> int:
         count = self.batches
@@ -176,16 +176,16 @@ class ShardedBatchSampler(Sampler[list[int]]):
     def _span(self, batch: int) -> tuple[int, int]:
         """Return the positions (start, end) of a batch's chunk, which all ranks share."""
         update, index = divmod(batch, self.micro_batches)
-        first = update * self.global_batch
-        chunk = self._chunk if first + self.global_batch <= self.epoch_samples else self._last_chunk
-        start = first + index * chunk
-        return start, min(start + chunk, first + self.global_batch, self.padded_samples)
+        begin = update * self.global_batch
+        chunk = self._chunk if begin + self.global_batch <= self.epoch_samples else self._last_chunk
+        start = begin + index * chunk
+        return start, min(start + chunk, begin + self.global_batch, self.padded_samples)
 
     def _rank_positions(self, batch: int) -> slice:
         """Return the positions of this rank's part of a batch."""
         start, end = self._span(batch)
-        first = start + self.rank
-        return slice(first, end, self.world_size) if first < end else slice(start, start + 1)
+        begin = start + self.rank
+        return slice(begin, end, self.world_size) if begin < end else slice(start, start + 1)
 
     def _listed(self, epoch: int, batch: int, rows: torch.Tensor) -> BatchIndices:
         indices = BatchIndices(rows.tolist())
@@ -193,14 +193,14 @@ class ShardedBatchSampler(Sampler[list[int]]):
         return indices
 
     def _batch_groups(
-        self, epoch: int, first: int, device: torch.device | None
+        self, epoch: int, first_batch: int, device: torch.device | None
     ) -> Iterator[Sequence[torch.Tensor]]:
         """Yield the batches in groups, since one tensor operation can split a whole group."""
         samples, count = self._samples(epoch).to(device), len(self)
-        size, rest = divmod(self._chunk, self.world_size)
-        alike = not rest and self._chunk == self._last_chunk
+        size, remainder = divmod(self._chunk, self.world_size)
+        alike = not remainder and self._chunk == self._last_chunk
         alike = alike and self._chunk * self.micro_batches == self.global_batch
-        for begin in range(first, count, _BATCHES_AT_ONCE):
+        for begin in range(first_batch, count, _BATCHES_AT_ONCE):
             end = min(begin + _BATCHES_AT_ONCE, count)
             if alike and self.counts(end - 1):
                 stop = self._span(end - 1)[1]

@@ -47,7 +47,7 @@ class TensorLoader(DataLoader[Any]):
         self._tensors, self._build = _tensors_of(dataset, sampler.num_samples)
         self._check_samples([0, sampler.num_samples - 1])
         if device is not None:
-            self._tensors = [one.to(device) for one in self._tensors]
+            self._tensors = [tensor.to(device) for tensor in self._tensors]
 
     def __iter__(self) -> Any:
         device = self._tensors[0].device
@@ -56,21 +56,25 @@ class TensorLoader(DataLoader[Any]):
 
     def _batches(self, rows: Iterable[Tensor], pin: bool = False) -> Iterator[Any]:
         # Only iterators written in C: no Python code runs for a batch, except to build a dict.
-        each = zip(self._tensors, tee(rows, len(self._tensors)), strict=True)
-        parts: list[Iterator[Tensor]] = [map(t.index_select, repeat(0), own) for t, own in each]
+        pairs = zip(self._tensors, tee(rows, len(self._tensors)), strict=True)
+        columns: list[Iterator[Tensor]] = [
+            map(t.index_select, repeat(0), row_indices) for t, row_indices in pairs
+        ]
         if pin:
-            parts = [map(Tensor.pin_memory, part) for part in parts]
-        return map(self._build, zip(*parts, strict=True))
+            columns = [map(Tensor.pin_memory, column) for column in columns]
+        return map(self._build, zip(*columns, strict=True))
 
     def _check_samples(self, indices: list[int]) -> None:
         """Raise ValueError if the rows of these indices differ from the samples."""
         selected = next(self._batches([torch.tensor(indices, device=self._tensors[0].device)]))
         with preserved_rng(), preserved_generators([self.dataset]):
-            read = next(iter(DataLoader(self.dataset, batch_sampler=[indices])))
+            sample = next(iter(DataLoader(self.dataset, batch_sampler=[indices])))
         try:
-            if type(selected) is not type(read):
-                raise AssertionError(f"rows are {describe(selected)}, samples are {describe(read)}")
-            assert_close(selected, read, rtol=0, atol=0, equal_nan=True)
+            if type(selected) is not type(sample):
+                raise AssertionError(
+                    f"rows are {describe(selected)}, samples are {describe(sample)}"
+                )
+            assert_close(selected, sample, rtol=0, atol=0, equal_nan=True)
         except AssertionError as error:
             raise ValueError(
                 "in_memory needs samples that equal the rows of the tensors, but in "
@@ -82,28 +86,31 @@ def _tensors_of(
     dataset: Any, samples: int
 ) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Any]]:
     """Return the tensors of a data set, and a function that builds a batch from rows of each."""
-    given = getattr(dataset, "tensors", None)
+    declared = getattr(dataset, "tensors", None)
     tensors: list[Any] = []
     build: Callable[[Any], Any] = list
-    if isinstance(given, Tensor):
-        tensors, build = [given], itemgetter(0)
-    elif isinstance(given, Mapping):
-        tensors, build = list(given.values()), lambda parts: dict(zip(given, parts, strict=True))
-    elif isinstance(given, Sequence):
-        tensors = list(given)
-    if not tensors or not all(isinstance(one, Tensor) for one in tensors):
-        found = "has none" if given is None else f"has {describe(given, ranges=False)}"
+    if isinstance(declared, Tensor):
+        tensors, build = [declared], itemgetter(0)
+    elif isinstance(declared, Mapping):
+        tensors, build = (
+            list(declared.values()),
+            lambda columns: dict(zip(declared, columns, strict=True)),
+        )
+    elif isinstance(declared, Sequence):
+        tensors = list(declared)
+    if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        description = "has none" if declared is None else f"has {describe(declared, ranges=False)}"
         raise TypeError(
             "in_memory needs a data set with an attribute `tensors`, as TensorDataset: a tensor, "
             "or a sequence or mapping of tensors, whose rows along the first dimension are the "
-            f"samples; {name_of(dataset)} {found}"
+            f"samples; {name_of(dataset)} {description}"
         )
     device = tensors[0].device
-    if any(one.shape[:1] != (samples,) or one.device != device for one in tensors):
-        found = ", ".join(f"{tuple(one.shape)} on {one.device}" for one in tensors)
+    if any(tensor.shape[:1] != (samples,) or tensor.device != device for tensor in tensors):
+        description = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in tensors)
         raise ValueError(
             f"in_memory needs tensors with one row for each of the {samples} samples of "
-            f"{name_of(dataset)}, all on one device, got {found}"
+            f"{name_of(dataset)}, all on one device, got {description}"
         )
     return tensors, build
 
@@ -128,7 +135,7 @@ def selects_rows(dataset: Any, in_memory: Any, num_workers: int, collate: Any) -
         and kind.__len__ is TensorDataset.__len__
         and not hasattr(dataset, "__getitems__")
         and all(
-            type(one) is Tensor and one.device.type == "cpu" and one.is_contiguous()
-            for one in dataset.tensors
+            type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.is_contiguous()
+            for tensor in dataset.tensors
         )
     )

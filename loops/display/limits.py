@@ -51,18 +51,18 @@ class SpeedLimits:
     def __init__(self) -> None:
         self._window: list[RankTimes] | None = None
 
-    def update(self, state: LoopState, own: RankTimes) -> dict[str, float]:
+    def update(self, state: LoopState, rank_times: RankTimes) -> dict[str, float]:
         """Set ``state.limits``; return shares for the log record; every rank must call this."""
-        times = all_gather_object(own)
-        shares = {"hooks_share": sum(own.hooks.values()) / own.elapsed_s}
+        times = all_gather_object(rank_times)
+        shares = {"hooks_share": sum(rank_times.hooks.values()) / rank_times.elapsed_s}
         if len(times) > 1:
             rank, share = slowest_rank(times)
             shares |= {"slowest_rank": float(rank), "rank_wait_share": share}
         if self._window is None:
             self._window = [RankTimes() for _ in times]
             return shares
-        for total, new in zip(self._window, times, strict=True):
-            total.add(new)
+        for total, latest in zip(self._window, times, strict=True):
+            total.add(latest)
         if self._window[0].elapsed_s >= _WINDOW_S:
             state.limits = limits_of(self._window)
             self._window = [RankTimes() for _ in times]
@@ -77,26 +77,28 @@ def slowest_rank(times: Sequence[RankTimes]) -> tuple[int, float]:
     wait in the forward, and its time would hide differences. So the forward is included only if
     this increases the share.
     """
-    before = [one.loading_s + sum(one.hooks.values()) for one in times]
-    with_forward = [s + one.forward_s for s, one in zip(before, times, strict=True)]
-    found = (0, 0.0)
+    before = [rank_times.loading_s + sum(rank_times.hooks.values()) for rank_times in times]
+    with_forward = [s + rank_times.forward_s for s, rank_times in zip(before, times, strict=True)]
+    slowest = (0, 0.0)
     for seconds in (before, with_forward):
         rank = max(range(len(times)), key=seconds.__getitem__)
         others_s = (sum(seconds) - seconds[rank]) / (len(times) - 1)
         share = (seconds[rank] - others_s) / times[rank].elapsed_s
-        found = (rank, share) if share > found[1] else found
-    return found
+        slowest = (rank, share) if share > slowest[1] else slowest
+    return slowest
 
 
 def limits_of(times: Sequence[RankTimes]) -> dict[str, float]:
     """Return the entries of ``LoopState.limits``, the slow rank first, then by share."""
     rank, waiting = slowest_rank(times) if len(times) > 1 else (0, 0.0)
-    one = times[rank]
-    seconds = {"loading data": one.loading_s} | {f"hook {n}": s for n, s in one.hooks.items()}
-    shares = {name: spent_s / one.elapsed_s for name, spent_s in seconds.items()}
-    found = {name: share for name, share in shares.items() if share >= _NOTICEABLE}
+    rank_times = times[rank]
+    seconds = {"loading data": rank_times.loading_s} | {
+        f"hook {n}": s for n, s in rank_times.hooks.items()
+    }
+    shares = {name: spent_s / rank_times.elapsed_s for name, spent_s in seconds.items()}
+    noticeable = {name: share for name, share in shares.items() if share >= _NOTICEABLE}
     slow = {f"rank {rank}": waiting} if waiting >= _NOTICEABLE else {}
-    return slow | dict(sorted(found.items(), key=lambda item: -item[1]))
+    return slow | dict(sorted(noticeable.items(), key=lambda entry: -entry[1]))
 
 
 def limit_texts(limits: Mapping[str, float]) -> dict[str, str]:

@@ -58,8 +58,8 @@ def values_text(values: Mapping[str, float], separator: str = " ") -> str:
 def rates_text(record: Mapping[str, float]) -> list[str]:
     """Return ``1234 samples/s``, ``12345 tokens/s``, ``41% MFU`` if known, without exponents."""
     rates = [(name, record.get(f"{name}_per_s")) for name in ("samples", "tokens")]
-    known = [(name, rate) for name, rate in rates if rate is not None]
-    words = [f"{rate:{'.0f' if rate >= 1000 else '.4g'}} {name}/s" for name, rate in known]
+    available = [(name, rate) for name, rate in rates if rate is not None]
+    words = [f"{rate:{'.0f' if rate >= 1000 else '.4g'}} {name}/s" for name, rate in available]
     return [*words, f"{record['mfu']:.0%} MFU"] if "mfu" in record else words
 
 

@@ -87,11 +87,11 @@ def in_notebook() -> bool:
 def show_displays(folder: Path) -> None:
     """Show in this notebook what rank 0 has left in ``folder`` since the last call."""
     for path in sorted(folder.glob("*.display")):
-        taken = path.with_suffix(".taken")
-        is_new = not taken.exists()
+        shown_path = path.with_suffix(".taken")
+        is_new = not shown_path.exists()
         # Rank 0 may replace the file at any time, so read it under another name.
-        path.replace(taken)
-        _display(**json.loads(taken.read_text()), is_new=is_new)
+        path.replace(shown_path)
+        _display(**json.loads(shown_path.read_text()), is_new=is_new)
 
 
 def _display(data: dict[str, str], name: str, *, is_new: bool) -> None:

@@ -127,8 +127,10 @@ def _replace_streams(above: dict[int, _Above]) -> Iterator[tuple[Any, str, TextI
         above: the new streams by the ``id`` of the old ones.
     """
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    handlers = (one for logger in loggers for one in getattr(logger, "handlers", ()))
-    streams = ((one, "stream") for one in handlers if isinstance(one, logging.StreamHandler))
+    handlers = (handler for logger in loggers for handler in getattr(logger, "handlers", ()))
+    streams = (
+        (handler, "stream") for handler in handlers if isinstance(handler, logging.StreamHandler)
+    )
     for owner, name in [(sys, "stdout"), (sys, "stderr"), *streams]:
         stream = getattr(owner, name)
         if id(stream) in above:

@@ -137,8 +137,8 @@ class CheckpointHook(Hook):
 
     def _is_best(self, state: LoopState) -> bool:
         """Return whether a validation has just ended with the best value so far."""
-        new = state.evaluated_at == state.step and self._judged_at != state.step
-        if not self.watched.name or not new:
+        is_new = state.evaluated_at == state.step and self._judged_at != state.step
+        if not self.watched.name or not is_new:
             return False
         self._judged_at = state.step
         value = self.watched.value_in(state.metrics)
@@ -167,7 +167,7 @@ class CheckpointHook(Hook):
         logger.info("saved checkpoint %s%s", path, so_far)
         if self._keep_last is None:
             return
-        best = [kept for kept, meta in list_checkpoints(folder) if meta["best"]][:1]
+        best = [path for path, meta in list_checkpoints(folder) if meta["best"]][:1]
         try:
             prune_checkpoints(folder, self._keep_last, best)
         except OSError:
@@ -215,11 +215,11 @@ def _save_after_error(folder: Path, state: LoopState) -> None:
 @contextmanager
 def _launcher_waits() -> Iterator[None]:
     """Keep the launcher from ending this rank because another rank failed."""
-    place = os.environ.get("STEPWRAP_LAUNCH_DIR")
-    if not place:
+    folder = os.environ.get("STEPWRAP_LAUNCH_DIR")
+    if not folder:
         yield
         return
-    marker = Path(place) / f"saving_{get_rank()}"
+    marker = Path(folder) / f"saving_{get_rank()}"
     # Without the marker the launcher still waits for some seconds.
     with suppress(OSError):
         marker.touch()

@@ -110,8 +110,8 @@ class _AveragingHook(Hook):
         named = saved_parameters(self._model).items()
         average = {name: by_param[id(p)] for name, p in named if id(p) in by_param}
         average |= self._statistics
-        own = {plain_name(name): value for name, value in state_of(self._model).items()}
-        tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        weights = {plain_name(name): value for name, value in state_of(self._model).items()}
+        tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
         return {"model": {name: average.get(name, value) for name, value in tensors.items()}}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
@@ -127,13 +127,13 @@ class _AveragingHook(Hook):
         self._model = user_model(state.model)
         reshard(self._model)
         # The last name of a shared parameter counts.
-        found = {p: name for name, p in saved_parameters(self._model).items()}
-        named = {name: p for p, name in found.items() if p.is_floating_point()}
+        names_by_param = {p: name for name, p in saved_parameters(self._model).items()}
+        named = {name: p for p, name in names_by_param.items() if p.is_floating_point()}
         self._params = list(named.values())
         # bfloat16 has 8 significant bits: adding 0.001 of a difference often changes nothing.
         kinds = [p.dtype if p.dtype.itemsize >= 4 else torch.float32 for p in self._params]
-        parts = zip(_parts(self._params), kinds, strict=True)
-        self._average = [part.detach().to(kind, copy=True) for part, kind in parts]
+        pairs = zip(_parts(self._params), kinds, strict=True)
+        self._average = [param.detach().to(kind, copy=True) for param, kind in pairs]
         if self._restored is not None:
             names = list(named)
             missing = [name for name in names if name not in self._restored]
@@ -158,15 +158,15 @@ class _AveragingHook(Hook):
     def _swap_in(self, state: LoopState) -> None:
         reshard(state.model)
         pairs = self._replacements()
-        self._own = [place.detach().clone() for place, _ in pairs]
+        self._own = [target.detach().clone() for target, _ in pairs]
         _copy(pairs)
 
     def _restore_own_weights(self) -> None:
         if self._own and self._model is not None:
             # FSDP2 may still hold full parameters gathered from the averages.
             reshard(self._model)
-            places = [place for place, _ in self._replacements()]
-            _copy(zip(places, self._own, strict=True))
+            targets = [target for target, _ in self._replacements()]
+            _copy(zip(targets, self._own, strict=True))
             self._own = []
 
 
@@ -333,7 +333,7 @@ class SWAHook(_AveragingHook):
             }
 
     def _replacements(self) -> list[tuple[Tensor, Tensor]]:
-        buffers = [(one, self._statistics.get(n, one)) for n, one in self._buffers.items()]
+        buffers = [(buffer, self._statistics.get(n, buffer)) for n, buffer in self._buffers.items()]
         return [*super()._replacements(), *buffers]
 
     def _measure(self, state: LoopState) -> None:
@@ -345,7 +345,7 @@ class SWAHook(_AveragingHook):
         self._swap_in(state)
         try:
             _update_batch_norms(state)
-            self._statistics = {name: one.clone() for name, one in self._buffers.items()}
+            self._statistics = {name: buffer.clone() for name, buffer in self._buffers.items()}
         finally:
             self._restore_own_weights()
         self._measured_at = self._count
@@ -357,16 +357,22 @@ def _batch_norms(model: nn.Module) -> list[_BatchNorm]:
     If an adapter trains a copy of a layer, the original layer is not in the state dict.
     """
     model = user_model(model)
-    saved = {id(one) for one in model.state_dict(keep_vars=True).values()}
-    layers = [one for one in model.modules() if isinstance(one, _BatchNorm)]
-    return [one for one in layers if one.running_mean is not None and id(one.running_mean) in saved]
+    saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return [
+        layer
+        for layer in layers
+        if layer.running_mean is not None and id(layer.running_mean) in saved
+    ]
 
 
 def _running_statistics(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of BatchNorm layers by their names in the state dict."""
-    found = {id(one) for layer in _batch_norms(model) for one in layer.buffers(recurse=False)}
+    identities = {
+        id(buffer) for layer in _batch_norms(model) for buffer in layer.buffers(recurse=False)
+    }
     state = user_model(model).state_dict(keep_vars=True)
-    return {plain_name(name): one for name, one in state.items() if id(one) in found}
+    return {plain_name(name): value for name, value in state.items() if id(value) in identities}
 
 
 def _update_batch_norms(state: LoopState) -> None:
@@ -410,16 +416,16 @@ def _update_batch_norms(state: LoopState) -> None:
 def _merge_over_ranks(layer: _BatchNorm, group: Any) -> None:
     """Average the statistics of a layer, weighted by batches; every rank must call this."""
     buffers = dict(layer.named_buffers(recurse=False))
-    own = buffers["num_batches_tracked"]
-    total = own.clone()
+    count = buffers["num_batches_tracked"]
+    total = count.clone()
     all_reduce(total, group=group)
     if not total:
         # No forward uses the layer.
         return
     for name in ("running_mean", "running_var"):
-        buffers[name].mul_(own / total)
+        buffers[name].mul_(count / total)
         all_reduce(buffers[name], group=group)
-    own.copy_(total)
+    count.copy_(total)
 
 
 def _parts(params: Sequence[Tensor]) -> list[Tensor]:

@@ -261,7 +261,9 @@ class ThroughputHook(Hook):
     def _count(self, state: LoopState, name: str) -> float | None:
         """Return the setting ``name``, or the attribute of the model or its ``net``, or None."""
         model = user_model(state.model)
-        attributes = (getattr(part, name, None) for part in (model, getattr(model, "net", None)))
+        attributes = (
+            getattr(source, name, None) for source in (model, getattr(model, "net", None))
+        )
         values = (self._given[name], *attributes)
         return next((value for value in values if value is not None), None)
 
@@ -274,9 +276,11 @@ class ThroughputHook(Hook):
         if peak is None:
             return None
         # Settings take precedence over the model's attributes.
-        units = sorted(("token", "sample"), key=lambda one: self._given[f"flops_per_{one}"] is None)
-        known = {unit: self._count(state, f"flops_per_{unit}") for unit in units}
-        for unit, flops in known.items():
+        units = sorted(
+            ("token", "sample"), key=lambda unit: self._given[f"flops_per_{unit}"] is None
+        )
+        flops_by_unit = {unit: self._count(state, f"flops_per_{unit}") for unit in units}
+        for unit, flops in flops_by_unit.items():
             if flops is None:
                 continue
             if unit == "token" and not (self._counts_tokens or self._tokens_per_sample):
@@ -352,7 +356,7 @@ class _Timed:
 
 def _devices(model: nn.Module) -> int:
     """Return the number of devices that train the model, over all ranks."""
-    here = 1
+    local_devices = 1
     if isinstance(model, nn.DataParallel):
-        here = len(set(model.device_ids)) or torch.cuda.device_count() or 1
-    return here * world_size()
+        local_devices = len(set(model.device_ids)) or torch.cuda.device_count() or 1
+    return local_devices * world_size()

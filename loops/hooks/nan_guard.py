@@ -141,10 +141,12 @@ class NanGuardHook(Hook):
             return
         values = [(value[0], rank, value[1]) for rank, (value, _) in by_rank if value]
         # Within a step, prefer the log value, which is more informative.
-        found = sorted(values, key=lambda one: one[:2]) + weights
-        step, rank, what = min(found, key=lambda one: one[0], default=(state.step, 0, default))
-        text = f"{what} at step {step} on rank {rank}"
-        if weights and what != weights[0][2]:
+        problems = sorted(values, key=lambda problem: problem[:2]) + weights
+        step, rank, problem_text = min(
+            problems, key=lambda problem: problem[0], default=(state.step, 0, default)
+        )
+        text = f"{problem_text} at step {step} on rank {rank}"
+        if weights and problem_text != weights[0][2]:
             text = f"{text}; {weights[0][2]}"
         if self._raise:
             raise NonFiniteError(
@@ -164,11 +166,11 @@ def bad_parameter(state: LoopState) -> str:
     Only this rank's shards of sharded parameters are checked.
     """
     named = [(name, local_part(param)) for name, param in _named_parameters(state)]
-    finite = are_finite([part for _, part in named])
-    for (name, part), good in zip(named, finite, strict=True):
+    finite = are_finite([local for _, local in named])
+    for (name, local), good in zip(named, finite, strict=True):
         if not good:
-            count = int((~part.isfinite()).sum())
-            return f"parameter {name!r} has {count} of {part.numel()} values not finite"
+            count = int((~local.isfinite()).sum())
+            return f"parameter {name!r} has {count} of {local.numel()} values not finite"
     return ""
 
 

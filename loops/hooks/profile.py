@@ -153,7 +153,7 @@ def operations_table(events: Sequence[Any]) -> str:
     total_us = sum(times_us.values()) or math.inf
     unit = "GPU ms" if on_device else "CPU ms"
     lines = [f"{'operation':<{_NAME_WIDTH}} {'calls':>8} {unit:>12} {'share':>7}"]
-    for key in sorted(times_us, key=lambda one: -times_us[one])[:_MOST_ROWS]:
+    for key in sorted(times_us, key=lambda operation: -times_us[operation])[:_MOST_ROWS]:
         name = key if len(key) <= _NAME_WIDTH else f"{key[: _NAME_WIDTH - 3]}..."
         share = times_us[key] / total_us
         milliseconds = times_us[key] / 1000

@@ -54,8 +54,8 @@ class _MainMetric:
     """The last and best value of ``CheckpointHook``'s metric; by default, of the first metric."""
 
     def __init__(self, state: LoopState) -> None:
-        savers = [one for one in state.stateful.values() if isinstance(one, CheckpointHook)]
-        saver = next((one for one in savers if one.watched.name), None)
+        savers = [hook for hook in state.stateful.values() if isinstance(hook, CheckpointHook)]
+        saver = next((hook for hook in savers if hook.watched.name), None)
         self._watched = None if saver is None else saver.watched
         self._best = None if saver is None else saver.best
         self._last: float | None = None

@@ -73,10 +73,10 @@ class PolyLR(LRScheduler):
     def get_lr(self) -> list[float | Tensor]:
         """Return the rates of the next step, one for each parameter group."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        left = self.total_iters - self.last_epoch
-        if self.last_epoch == 0 or left < 0:
+        remaining = self.total_iters - self.last_epoch
+        if self.last_epoch == 0 or remaining < 0:
             return rates
-        share = (left / (left + 1)) ** self.power
+        share = (remaining / (remaining + 1)) ** self.power
         return [(rate - self.eta_min) * share + self.eta_min for rate in rates]
 
 
@@ -356,7 +356,9 @@ class SchedulerHook(Hook):
             scalars.update(_rates(f"lr/{name}", optimizer.param_groups))
         if not self._optimizers:
             used = dict.fromkeys(scheduler.optimizer for scheduler in self._schedulers)
-            scalars.update(_rates("lr", [group for one in used for group in one.param_groups]))
+            scalars.update(
+                _rates("lr", [group for scheduler in used for group in scheduler.param_groups])
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each scheduler, and the number of epochs stepped so far."""

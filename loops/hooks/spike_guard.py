@@ -50,7 +50,7 @@ class _Series:
         if len(self.accepted) < self.warmup:
             return ""
         middle = median(self.accepted)
-        mad = median(abs(one - middle) for one in self.accepted)
+        mad = median(abs(value - middle) for value in self.accepted)
         deviation = max(mad, _MIN_DEVIATION * abs(middle))
         bound = middle + self.threshold * deviation
         if value <= bound:
@@ -132,8 +132,8 @@ class SpikeGuardHook(Hook):
     def on_train_start(self, state: LoopState) -> None:
         optim = state.optim_wrapper
         if not isinstance(optim, OptimWrapper) or optim.needs_closure:
-            one = optim.optimizer if isinstance(optim, OptimWrapper) else optim
-            kind = "several optimizers" if isinstance(optim, Mapping) else type(one).__name__
+            single = optim.optimizer if isinstance(optim, OptimWrapper) else optim
+            kind = "several optimizers" if isinstance(optim, Mapping) else type(single).__name__
             raise TypeError(
                 "SpikeGuardHook needs one OptimWrapper with an optimizer that takes no closure, "
                 f"got {kind}; use train.skip_steps to skip steps of other optimizers"
@@ -176,14 +176,14 @@ class SpikeGuardHook(Hook):
             state.optim_wrapper.guard = None
 
     def state_dict(self) -> dict[str, Any]:
-        accepted = {one.name: list(one.accepted) for one in self._series}
+        accepted = {series.name: list(series.accepted) for series in self._series}
         # "made" has the accepted values and "left_out" the steps to skip; the keys are older names.
         return {"made": accepted, "left_out": sorted(self._skip_steps), "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        for one in self._series:
-            one.accepted.clear()
-            one.accepted.extend(state["made"].get(one.name, ()))
+        for series in self._series:
+            series.accepted.clear()
+            series.accepted.extend(state["made"].get(series.name, ()))
         # After a rollback the run has found more steps to skip than its checkpoint has.
         self._skip_steps |= set(state["left_out"])
         self._count = state["count"]
@@ -198,17 +198,17 @@ class SpikeGuardHook(Hook):
         self._losses, state.skipped = [], False
         if not state.together:
             return True
-        names = [one.name for one in self._series]
+        names = [series.name for series in self._series]
         columns = list(zip(*_by_rank(_measured(names, losses, optim_wrapper)), strict=True))
         pairs = list(zip(self._series, columns, strict=True))
-        reasons = {one.name: text for one, values in pairs if (text := one.judge(values))}
+        reasons = {series.name: text for series, values in pairs if (text := series.judge(values))}
         if reasons.keys() == {"grad_norm"} and _overflows(optim_wrapper, columns[-1]):
             return True
         if reasons:
             self._refuse(state, f"step {state.step + 1}: {', '.join(reasons.values())}")
             return False
-        for one, values in pairs:
-            one.accepted.append(max(values))
+        for series, values in pairs:
+            series.accepted.append(max(values))
         self._in_row = 0
         return True
 
@@ -244,13 +244,13 @@ def _measured(
     """Return this rank's values of the step, on the device; every rank must call this."""
     measured = []
     if "loss" in names:
-        means = [one.double().mean() for one in losses]
+        means = [loss.double().mean() for loss in losses]
         measured.append(torch.stack(means).mean() if means else torch.zeros(()).double())
     if "grad_norm" in names:
         norm = gradient_norm(optim_wrapper.optimizer) / optim_wrapper.loss_scale
         measured.append(norm.double())
     device = measured[-1].device
-    return torch.stack([one.to(device) for one in measured])
+    return torch.stack([value.to(device) for value in measured])
 
 
 def _by_rank(values: Tensor) -> list[list[float]]:

@@ -147,7 +147,7 @@ def _rewrite_table(folder: Path) -> None:
     records = _records_in(folder / "metrics.jsonl")
     columns = list(dict.fromkeys([*_FIXED, *(name for record in records for name in record)]))
     header = _csv_line({name: name for name in columns}, columns)
-    _replace(folder / "metrics.csv", [header, *(_csv_line(one, columns) for one in records)])
+    _replace(folder / "metrics.csv", [header, *(_csv_line(record, columns) for record in records)])
 
 
 def _columns_of(table: Path) -> list[str]:

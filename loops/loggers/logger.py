@@ -143,8 +143,8 @@ class LoggerHook(Hook):
             state.media_loggers.append(self._receive)
         return True
 
-    def _receive(self, state: LoopState, kind: str, name: str, item: Any) -> None:
-        self.media(state, name, checked_media(kind, name, item))
+    def _receive(self, state: LoopState, kind: str, name: str, content: Any) -> None:
+        self.media(state, name, checked_media(kind, name, content))
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Setting]]:

@@ -12,13 +12,13 @@ from torch import Tensor
 _NAME = re.compile(r"\w[\w .-]*(/\w[\w .-]*)*")
 
 
-def checked_media(kind: str, name: str, item: Any) -> Any:
+def checked_media(kind: str, name: str, content: Any) -> Any:
     """Check an item; return an image as a ``uint8`` array, a text as a ``str``, a figure unchanged.
 
     Args:
         kind: "image", "figure" or "text".
         name: the name of the item.
-        item: the item.
+        content: the item.
 
     Raises:
         TypeError: a figure has no ``savefig``.
@@ -30,10 +30,10 @@ def checked_media(kind: str, name: str, item: Any) -> Any:
             f"with '/' between its parts, got {name!r}"
         )
     if kind == "image":
-        return image_array(item)
-    if kind == "figure" and not hasattr(item, "savefig"):
-        raise TypeError(f"log_figure needs a matplotlib figure, got {type(item).__name__}")
-    return str(item) if kind == "text" else item
+        return image_array(content)
+    if kind == "figure" and not hasattr(content, "savefig"):
+        raise TypeError(f"log_figure needs a matplotlib figure, got {type(content).__name__}")
+    return str(content) if kind == "text" else content
 
 
 def image_array(image: Any) -> NDArray[np.uint8]:

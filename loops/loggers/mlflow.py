@@ -65,11 +65,11 @@ class MLflowHook(LoggerHook):
 
         self._open(state)
         # `metrics` is not needed: `scalars` has logged these values.
-        known = self._client.get_run(self._id).data.params
+        known_params = self._client.get_run(self._id).data.params
         params = [
             Param(name, str(value)[:_MAX_PARAM_LENGTH])
             for name, value in settings.items()
-            if name not in known
+            if name not in known_params
         ]
         for start in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(self._id, params=params[start : start + _MAX_PARAMS])
@@ -109,8 +109,10 @@ class MLflowHook(LoggerHook):
         self._client = client
 
     def _create(self, client: Any, state: LoopState) -> str:
-        found = client.get_experiment_by_name(self._experiment)
-        number = found.experiment_id if found else client.create_experiment(self._experiment)
+        experiment = client.get_experiment_by_name(self._experiment)
+        number = (
+            experiment.experiment_id if experiment else client.create_experiment(self._experiment)
+        )
         name = self._name or getattr(state.run_dir, "name", None)
         created: str = client.create_run(number, run_name=name).info.run_id
         return created

@@ -133,8 +133,8 @@ class _EventLog(logging.Handler):
             self.close()
 
     def emit(self, record: logging.LogRecord) -> None:
-        others = {*logging.getLogger("stepwrap").handlers, *logging.root.handlers} - {self}
-        if not others and logging.lastResort is not None:
+        handlers = {*logging.getLogger("stepwrap").handlers, *logging.root.handlers} - {self}
+        if not handlers and logging.lastResort is not None:
             # Without another handler Python would have printed the warning.
             logging.lastResort.handle(record)
         self._write_once(record.getMessage())
@@ -151,26 +151,28 @@ class _EventLog(logging.Handler):
 
 def _facts_of_rank(state: LoopState) -> dict[str, Any]:
     device = device_of(state.model)
-    held = {name: local_part(one).numel() for name, one in _parameters(state.model).items()}
+    local_sizes = {
+        name: local_part(param).numel() for name, param in _parameters(state.model).items()
+    }
     on_cuda = device.type == "cuda"
     return {
         "host": socket.gethostname(),
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if on_cuda else platform.machine(),
         "threads": torch.get_num_threads(),
-        "held": _grouped(held),
+        "held": _grouped(local_sizes),
     }
 
 
 def _environment(state: LoopState, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    hosts = list(dict.fromkeys(one["host"] for one in ranks))
+    hosts = list(dict.fromkeys(rank_facts["host"] for rank_facts in ranks))
     # fully_shard replaces the class of the model by a subclass.
     model = next(
         c for c in type(user_model(state.model)).__mro__ if "torch.dist" not in c.__module__
     )
     parameters = _parameters(state.model)
-    whole = {name: layout_of(one).shape for name, one in parameters.items()}
-    sizes = {name: int(torch.Size(shape).numel()) for name, shape in whole.items()}
+    shapes = {name: layout_of(param).shape for name, param in parameters.items()}
+    sizes = {name: int(torch.Size(shape).numel()) for name, shape in shapes.items()}
     return {
         "stepwrap": metadata.version("stepwrap"),
         "python": platform.python_version(),
@@ -184,9 +186,9 @@ def _environment(state: LoopState, ranks: list[dict[str, Any]]) -> dict[str, Any
         "optimizer_wrapper": type(state.optim_wrapper).__name__,
         "mesh": _axes(state),
         "parameters": sum(sizes.values()),
-        "trainable": sum(sizes[name] for name, one in parameters.items() if one.requires_grad),
+        "trainable": sum(sizes[name] for name, param in parameters.items() if param.requires_grad),
         "groups": _grouped(sizes),
-        "ranks": [{**one, "host": hosts.index(one["host"])} for one in ranks],
+        "ranks": [{**rank_facts, "host": hosts.index(rank_facts["host"])} for rank_facts in ranks],
         "higher_is_better": state.higher_is_better,
         "max_steps": state.max_steps,
     }
@@ -198,15 +200,17 @@ def _axes(state: LoopState) -> dict[str, int]:
     if axes:
         return check_axes(axes, get_world_size())
     data = num_data_ranks(state.model)
-    rest = get_world_size() // data
-    return {"data": data, "tensor": rest} if rest > 1 else {"data": data}
+    remainder = get_world_size() // data
+    return {"data": data, "tensor": remainder} if remainder > 1 else {"data": data}
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     named = user_model(model).named_parameters()
     # A lazy parameter has no shape before the first batch.
-    known = ((name, one) for name, one in named if not isinstance(one, nn.UninitializedParameter))
-    return {plain_name(name): one for name, one in known}
+    initialised = (
+        (name, param) for name, param in named if not isinstance(param, nn.UninitializedParameter)
+    )
+    return {plain_name(name): param for name, param in initialised}
 
 
 def _grouped(sizes: dict[str, int]) -> dict[str, int]:

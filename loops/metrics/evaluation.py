@@ -105,8 +105,10 @@ def feed_metrics(
         try:
             update(*args, **kwargs)
         except Exception as error:
-            given = describe(kwargs or args)
-            add_note(error, f"in metric {name!r} ({name_of(metric)}), which was given {given}")
+            description = describe(kwargs or args)
+            add_note(
+                error, f"in metric {name!r} ({name_of(metric)}), which was given {description}"
+            )
             raise
 
 
@@ -140,8 +142,11 @@ def split_inputs(
     metrics: Mapping[str, AnyMetric | MetricInputs],
 ) -> tuple[dict[str, AnyMetric], dict[str, MetricInputs]]:
     """Return the metrics themselves, and the inputs of those that have a ``MetricInputs``."""
-    inputs = {name: one for name, one in metrics.items() if isinstance(one, MetricInputs)}
-    plain = {n: one.metric if isinstance(one, MetricInputs) else one for n, one in metrics.items()}
+    inputs = {name: metric for name, metric in metrics.items() if isinstance(metric, MetricInputs)}
+    plain = {
+        n: metric.metric if isinstance(metric, MetricInputs) else metric
+        for n, metric in metrics.items()
+    }
     return plain, inputs
 
 
@@ -162,19 +167,19 @@ def directions_of(metrics: Mapping[str, AnyMetric]) -> dict[str, bool | None]:
 
     The attribute ``higher_is_better`` decides, otherwise words in the metric's name or class.
     """
-    found: dict[str, bool | None] = {}
+    directions: dict[str, bool | None] = {}
     for name, metric in metrics.items():
-        found[name] = _direction(name, metric)
+        directions[name] = _direction(name, metric)
         if isinstance(metric, nn.ModuleDict):  # a MetricCollection
-            parts = {f"{name}/{key}": part for key, part in metric.items()}
-            found |= {key: _direction(key, part) for key, part in parts.items()}
-    return found
+            members = {f"{name}/{key}": member for key, member in metric.items()}
+            directions |= {key: _direction(key, member) for key, member in members.items()}
+    return directions
 
 
 def _direction(name: str, metric: nn.Module | BaseMetric) -> bool | None:
     # A wrapper of torchmetrics has the direction of the metric inside it.
-    parts = metric.modules() if isinstance(metric, nn.Module) else [metric]
-    directions = {getattr(part, "higher_is_better", None) for part in parts} & {True, False}
+    modules = metric.modules() if isinstance(metric, nn.Module) else [metric]
+    directions = {getattr(module, "higher_is_better", None) for module in modules} & {True, False}
     if directions:
         return directions.pop() if len(directions) == 1 else None
     by_name = direction_by_words(name.rpartition("/")[2])
@@ -188,16 +193,16 @@ def merge_metrics(metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | N
     it hangs if ranks hold lists of unequal length. Every BaseMetric is left out, since its
     ``compute`` gathers the results.
     """
-    parts = [p for m in metrics.values() if isinstance(m, nn.Module) for p in _parts(m)]
+    leaf_metrics = [p for m in metrics.values() if isinstance(m, nn.Module) for p in _parts(m)]
     cpu = torch.device("cpu")
-    mine = [{key: _moved(getattr(p, key), cpu) for key in p._reductions} for p in parts]
+    mine = [{key: _moved(getattr(p, key), cpu) for key in p._reductions} for p in leaf_metrics]
     by_rank = all_gather_object(mine, group)
     if len(by_rank) == 1:
         return
-    for index, part in enumerate(parts):
-        for key, reduction in part._reductions.items():
-            values = [_moved(states[index][key], part.device) for states in by_rank]
-            setattr(part, key, _merged(values, reduction))
+    for index, leaf_metric in enumerate(leaf_metrics):
+        for key, reduction in leaf_metric._reductions.items():
+            values = [_moved(states[index][key], leaf_metric.device) for states in by_rank]
+            setattr(leaf_metric, key, _merged(values, reduction))
 
 
 def compute_metrics(
@@ -243,36 +248,38 @@ def _computed(metric: AnyMetric, size: int | None, group: dist.ProcessGroup | No
 
 def _parts(metric: nn.Module) -> list[Any]:
     """Return a metric of torchmetrics and those inside it; turn off their synchronization."""
-    parts: list[Any] = [part for part in metric.modules() if hasattr(part, "_reductions")]
-    for part in parts:
-        part.sync_on_compute = False
-        part._to_sync = False
-    return parts
+    leaf_metrics: list[Any] = [
+        leaf_metric for leaf_metric in metric.modules() if hasattr(leaf_metric, "_reductions")
+    ]
+    for leaf_metric in leaf_metrics:
+        leaf_metric.sync_on_compute = False
+        leaf_metric._to_sync = False
+    return leaf_metrics
 
 
 def _moved(state: Any, device: torch.device) -> Any:
     if isinstance(state, Tensor):
         return state.detach().to(device)
     if isinstance(state, (list, tuple)):
-        return type(state)(_moved(item, device) for item in state)
+        return type(state)(_moved(entry, device) for entry in state)
     return state
 
 
 def _merged(values: Sequence[Any], reduction: Any) -> Any:
     """Merge the states of all ranks, given in rank order."""
     if isinstance(values[0], list):
-        return [item for rank_items in values for item in rank_items]
+        return [entry for rank_items in values for entry in rank_items]
     stacked = torch.stack(list(values))
     return stacked if reduction is None else reduction(stacked)
 
 
 def _flatten(name: str, value: Any, results: dict[str, float]) -> None:
     if isinstance(value, Mapping):
-        for key, item in value.items():
-            _flatten(f"{name}/{key}", item, results)
+        for key, entry in value.items():
+            _flatten(f"{name}/{key}", entry, results)
     elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            _flatten(f"{name}/{index}", item, results)
+        for index, entry in enumerate(value):
+            _flatten(f"{name}/{index}", entry, results)
     elif getattr(value, "ndim", 0):
         _flatten(name, value.tolist(), results)
     else:
@@ -305,14 +312,16 @@ class ProcessMetric(BaseMetric):
         dataset = getattr(loader, "dataset", None)
         # build_loader wraps data sets that are read by workers.
         dataset = dataset.samples if isinstance(dataset, SeededSamples) else dataset
-        known = getattr(dataset, "metainfo", None)
-        if self.dataset_meta is None and known is not None:
-            self.dataset_meta = self._metric.dataset_meta = known
+        metainfo = getattr(dataset, "metainfo", None)
+        if self.dataset_meta is None and metainfo is not None:
+            self.dataset_meta = self._metric.dataset_meta = metainfo
 
     def add(self, data_samples: Iterable[Any], data_batch: Any) -> None:
         """Process the predictions of one batch."""
         # The metrics of mmengine expect its data elements as dicts.
-        plain = [one.to_dict() if hasattr(one, "to_dict") else one for one in data_samples]
+        plain = [
+            sample.to_dict() if hasattr(sample, "to_dict") else sample for sample in data_samples
+        ]
         self._metric.results.clear()
         self._metric.process(data_batch, plain)
         self._results += self._metric.results
@@ -354,8 +363,10 @@ class WatchedMetric:
         if self._mode is not None:
             # For reports, in which the setting takes precedence over the metric.
             state.higher_is_better = {**state.higher_is_better, self.name: self._mode == "max"}
-        known = any(f"{self.name}/".startswith(f"{one}/") for one in state.higher_is_better)
-        if self._mode is None and known:
+        is_available = any(
+            f"{self.name}/".startswith(f"{name}/") for name in state.higher_is_better
+        )
+        if self._mode is None and is_available:
             extreme = self.extreme(state)
             if get_rank() == 0:
                 logger.info("%s: the best %s is the %s", self._hook, self.name, extreme)
@@ -395,10 +406,10 @@ class WatchedMetric:
             return metrics[self.name]
         near = nearest(self.name, metrics)
         guess = f"; did you mean {near[0]!r}?" if near else ""
-        known = ", ".join(sorted(metrics)) or "none at all"
+        available = ", ".join(sorted(metrics)) or "none at all"
         raise ValueError(
             f"{self._setting} must name a metric of the evaluation, got {self.name!r}; "
-            f"the last evaluation computed: {known}{guess}"
+            f"the last evaluation computed: {available}{guess}"
         )
 
     def improves(

@@ -61,11 +61,13 @@ class MetricInputs:
     def _of_head(self, setting: str, head: str, outputs: Any) -> dict[str, Any]:
         heads = _preds_of(outputs, setting)
         if not isinstance(heads, Mapping):
-            what = f"requires predictions by head, but preds is {describe(heads)}"
-            raise MetricInputsError(setting, what)
+            message = f"requires predictions by head, but preds is {describe(heads)}"
+            raise MetricInputsError(setting, message)
         if head not in heads:
-            what = f"preds has no head {head!r}{did_you_mean(head, map(str, heads))}"
-            raise MetricInputsError(setting, f"{what}; the heads are: {', '.join(map(str, heads))}")
+            message = f"preds has no head {head!r}{did_you_mean(head, map(str, heads))}"
+            raise MetricInputsError(
+                setting, f"{message}; the heads are: {', '.join(map(str, heads))}"
+            )
         return {
             key: value[head] if isinstance(value, Mapping) and head in value else value
             for key, value in outputs.items()
@@ -85,5 +87,5 @@ class MetricInputs:
 def _preds_of(outputs: Any, setting: str) -> Any:
     if isinstance(outputs, Mapping) and "preds" in outputs:
         return outputs["preds"]
-    what = f"requires a step that returns preds by name, but it returned {describe(outputs)}"
-    raise MetricInputsError(setting, what)
+    message = f"requires a step that returns preds by name, but it returned {describe(outputs)}"
+    raise MetricInputsError(setting, message)

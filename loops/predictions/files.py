@@ -38,8 +38,10 @@ def check_path(path: Path) -> None:
     """
     require_local(path, "the file for predictions")
     if path.suffix not in FORMATS:
-        known = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
-        raise ValueError(f"predictions are written to files that end in {known}, got {path.name!r}")
+        suffixes = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+        raise ValueError(
+            f"predictions are written to files that end in {suffixes}, got {path.name!r}"
+        )
     if path.exists():
         raise FileExistsError(
             f"predictions need a new file, and {path} exists: remove it, or choose another name"
@@ -143,7 +145,7 @@ def require_arrays(fields: Fields) -> None:
         )
 
 
-def merge_parts(parts: Iterable[Path], path: Path, fields: Fields) -> int:
+def merge_parts(paths: Iterable[Path], path: Path, fields: Fields) -> int:
     """Merge parts by index into ``path`` and return the number of rows.
 
     The file appears when it is complete. Memory does not grow with the number of rows.
@@ -155,7 +157,7 @@ def merge_parts(parts: Iterable[Path], path: Path, fields: Fields) -> int:
     draft = path.with_name(f".{path.name}.tmp")
     try:
         with ExitStack() as stack:
-            files = [stack.enter_context(part.open(encoding="utf-8")) for part in parts]
+            files = [stack.enter_context(part_path.open(encoding="utf-8")) for part_path in paths]
             rows = merge(*map(_rows_in, files), key=lambda row: row[INDEX])
             if path.suffix == ".jsonl":
                 count = _write_lines(rows, draft)
@@ -174,8 +176,8 @@ def remove_leftovers(path: Path) -> None:
     """Remove the files that an interrupted prediction has left next to ``path``."""
     name = escape(path.name)
     for pattern in (f".{name}.part*", f".{name}.tmp*"):
-        for one in path.parent.glob(pattern):
-            shutil.rmtree(one) if one.is_dir() else one.unlink(missing_ok=True)
+        for leftover in path.parent.glob(pattern):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
 
 
 def part_of(path: Path, shard: int) -> Path:
@@ -203,8 +205,8 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, list) else value
+        return {key: _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _write_parquet(rows: Iterator[Row], path: Path) -> int:
@@ -213,9 +215,9 @@ def _write_parquet(rows: Iterator[Row], path: Path) -> int:
 
     count, schema = 0, None
     with ExitStack() as stack:
-        while some := list(islice(rows, _ROWS)):
+        while chunk := list(islice(rows, _ROWS)):
             try:
-                table = pyarrow.Table.from_pylist(some)
+                table = pyarrow.Table.from_pylist(chunk)
                 if schema is None:
                     schema = table.schema
                     writer = stack.enter_context(pyarrow.parquet.ParquetWriter(path, schema))
@@ -224,11 +226,11 @@ def _write_parquet(rows: Iterator[Row], path: Path) -> int:
                 writer.write_table(table)
             except (pyarrow.ArrowException, OverflowError) as error:
                 raise ValueError(
-                    f"samples {some[0][INDEX]} to {some[-1][INDEX]} do not fit into columns of "
+                    f"samples {chunk[0][INDEX]} to {chunk[-1][INDEX]} do not fit into columns of "
                     f".parquet, whose types the first {_ROWS:,} samples determine ({error}); write "
                     "to .jsonl instead"
                 ) from error
-            count += len(some)
+            count += len(chunk)
     return count
 
 
@@ -256,9 +258,9 @@ def _write_arrays(rows: Iterable[Row], path: Path, fields: Fields) -> int:
                 "instead"
             )
     folder = tempfile.TemporaryDirectory(prefix=f"{path.name}-", dir=path.parent)
-    with folder as place, ExitStack() as stack:
-        raw = {name: Path(place, str(at)) for at, name in enumerate(fields)}
-        files = {name: stack.enter_context(one.open("wb")) for name, one in raw.items()}
+    with folder as temp_folder, ExitStack() as stack:
+        raw = {name: Path(temp_folder, str(at)) for at, name in enumerate(fields)}
+        files = {name: stack.enter_context(file.open("wb")) for name, file in raw.items()}
         for row in rows:
             for name, field in fields.items():
                 files[name].write(np.asarray(row[name], dtype=field.dtype).tobytes())

@@ -96,8 +96,8 @@ class PredictionHook(Hook):
         sampler = self._sampler
         indices = None if sampler is None else sampler.indices_of(0, self._batches)
         rows = rows_of(outputs, batch, None if indices is None else len(indices))
-        first = self._samples
-        for index, row in zip(indices or range(first, first + len(rows)), rows, strict=True):
+        begin = self._samples
+        for index, row in zip(indices or range(begin, begin + len(rows)), rows, strict=True):
             self._part.write(index, row)
         if self.path.suffix == ".npz":
             require_arrays(self._part.fields)
@@ -106,10 +106,12 @@ class PredictionHook(Hook):
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
         """Merge the parts on rank 0, unless the evaluation was stopped."""
-        part = self._part
-        if part is not None:
-            part.close()
-        about = (part.fields, part.others, part.count) if part is not None else ({}, set(), 0)
+        writer = self._part
+        if writer is not None:
+            writer.close()
+        about = (
+            (writer.fields, writer.others, writer.count) if writer is not None else ({}, set(), 0)
+        )
         # This exchange also waits until all parts are complete.
         by_rank = all_gather_object(about)
         problem: Exception | None = None
@@ -129,24 +131,24 @@ class PredictionHook(Hook):
         self._remove_part()
 
     def _merge(self, by_rank: list[tuple[Fields, set[str], int]]) -> int:
-        parts = [part_of(self.path, shard) for shard in sorted(set(self._shards))]
-        if missing := [str(part) for part in parts if not part.exists()]:
+        paths = [part_of(self.path, shard) for shard in sorted(set(self._shards))]
+        if missing := [str(path) for path in paths if not path.exists()]:
             raise FileNotFoundError(
                 f"the predictions of other ranks are not in {missing[0]}: the folder of "
                 f"{self.path} must be shared by all machines"
             )
         total = sum(count for _, _, count in by_rank)
         fields: Fields = {INDEX: Field(np.dtype("int64"), {()}, total)}
-        for own, _, _ in by_rank:
-            for name, field in own.items():
+        for rank_fields, _, _ in by_rank:
+            for name, field in rank_fields.items():
                 add_field(fields, name, field)
-        others = set().union(*(names for _, names, _ in by_rank))
-        if others and self.path.suffix == ".npz":
-            names = ", ".join(sorted(others))
+        other_names = set().union(*(names for _, names, _ in by_rank))
+        if other_names and self.path.suffix == ".npz":
+            names = ", ".join(sorted(other_names))
             logger.warning("%s leaves out fields that are not numeric: %s", self.path, names)
-        for name in others:
+        for name in other_names:
             fields.pop(name, None)
-        return merge_parts(parts, self.path, fields)
+        return merge_parts(paths, self.path, fields)
 
     def _remove_part(self) -> None:
         if self._part is not None:

@@ -42,15 +42,15 @@ def rows_of(outputs: Any, batch: Any, count: int | None) -> list[Row]:
         rows = _rows_of_fields(outputs, count)
     else:
         column = _column(list(outputs) if type(outputs) is tuple else outputs, count) or []
-        rows = [one if isinstance(one, dict) else {PREDICTION: one} for one in column]
+        rows = [entry if isinstance(entry, dict) else {PREDICTION: entry} for entry in column]
     if not rows or not rows[0]:
         raise TypeError(
             "predictions need a test_step that returns a tensor, a sequence or fields with one "
             f"value for each of the {count} samples of a batch, got {describe(outputs)}"
         )
-    given = fields_of(batch) if isinstance(fields_of(batch), Mapping) else {}
-    ids = _rows_of_fields({key: given[key] for key in _IDS if key in given}, count)
-    return [{**own, **row} for own, row in zip(ids, rows, strict=True)]
+    batch_fields = fields_of(batch) if isinstance(fields_of(batch), Mapping) else {}
+    ids = _rows_of_fields({key: batch_fields[key] for key in _IDS if key in batch_fields}, count)
+    return [{**row_ids, **row} for row_ids, row in zip(ids, rows, strict=True)]
 
 
 def _rows_of_fields(fields: Mapping[Any, Any], count: int) -> list[Row]:
@@ -61,14 +61,14 @@ def _rows_of_fields(fields: Mapping[Any, Any], count: int) -> list[Row]:
         for name, value in fields.items()
         if not (repeated and name == "preds")
     }
-    kept = {name: column for name, column in columns.items() if column is not None}
-    return [{name: column[at] for name, column in kept.items()} for at in range(count)]
+    present = {name: column for name, column in columns.items() if column is not None}
+    return [{name: column[at] for name, column in present.items()} for at in range(count)]
 
 
 def _count(outputs: Any) -> int:
     """Return the number of samples in outputs: the length of the first field that has one."""
     fields = outputs.values() if isinstance(outputs, Mapping) else [outputs]
-    return next((len(one) for one in fields if _has_length(one)), 0)
+    return next((len(field) for field in fields if _has_length(field)), 0)
 
 
 def _has_length(value: Any) -> bool:
@@ -84,7 +84,7 @@ def _column(value: Any, count: int) -> list[Any] | None:
         return None
     if isinstance(value, Tensor):
         value = _array(value)
-    return [_plain(one) for one in value]
+    return [_plain(entry) for entry in value]
 
 
 def _array(value: Tensor) -> Any:
@@ -111,10 +111,10 @@ def _plain(value: Any) -> Any:
     elif is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(entry) for key, entry in value.items()}
     is_complex = isinstance(value, np.ndarray)
     if isinstance(value, Iterable) and not is_complex:
-        return [_plain(one) for one in value]
+        return [_plain(entry) for entry in value]
     raise TypeError(
         "a prediction must be made of real numbers, texts, tensors, lists and mappings, got "
         f"{'complex numbers' if is_complex else type(value).__name__}"

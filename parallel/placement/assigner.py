@@ -147,11 +147,11 @@ class ModelAssigner:
         """The connections whose models are on different devices, strongest first."""
         apart = self._placed[:, None] != self._placed[None, :]
         strengths = torch.where(apart, self._problem.connection, 0.0)
-        found = {
-            (self.names[first], self.names[second]): float(strengths[first, second])
-            for first, second in strengths.nonzero().tolist()
+        weights = {
+            (self.names[source], self.names[second]): float(strengths[source, second])
+            for source, second in strengths.nonzero().tolist()
         }
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        return dict(sorted(weights.items(), key=lambda connection: -connection[1]))
 
     def report(self) -> str:
         """Return a table of the devices with their models, sizes and shares of the work."""
@@ -222,37 +222,37 @@ class ModelAssigner:
 
     def _sizes(
         self,
-        given: PerModel[float] | None,
+        sizes_mib: PerModel[float] | None,
         groups: list[list[int]],
         multiplier: float,
         optimizer: OptimizerOf | None,
     ) -> list[float]:
         """Return the MiB of each model; shared parameters count for the first model only."""
-        if given is not None:
-            return self._numbers("sizes_mib", given)
+        if sizes_mib is not None:
+            return self._numbers("sizes_mib", sizes_mib)
         number("model_size_multiplier", multiplier)
         models = list(self._models.values())
         sizes = [0.0] * len(models)
         for group in groups:
             before = 0.0
             for count, index in enumerate(group, start=1):
-                parts = [models[one] for one in group[:count]]
-                together = parts[0] if count == 1 else nn.ModuleList(parts)
+                modules = [models[member] for member in group[:count]]
+                together = modules[0] if count == 1 else nn.ModuleList(modules)
                 size = ModelSizeEstimator(together, multiplier, optimizer=optimizer).estimate_size()
                 sizes[index], before = size - before, size
         return sizes
 
-    def _numbers(self, setting: str, given: PerModel[float]) -> list[float]:
-        pairs = zip(self.names, per_model(setting, given, self.names), strict=True)
+    def _numbers(self, setting: str, numbers: PerModel[float]) -> list[float]:
+        pairs = zip(self.names, per_model(setting, numbers, self.names), strict=True)
         return [number(f"{setting} of model {name}", value) for name, value in pairs]
 
     def _complexities(
-        self, given: PerModel[float] | None, example_inputs: PerModel[Any] | None
+        self, complexities: PerModel[float] | None, example_inputs: PerModel[Any] | None
     ) -> list[float]:
-        if given is not None and example_inputs is not None:
+        if complexities is not None and example_inputs is not None:
             raise ValueError("give complexities or example_inputs, not both")
-        if given is not None:
-            return self._numbers("complexities", given)
+        if complexities is not None:
+            return self._numbers("complexities", complexities)
         if example_inputs is None:
             return self.sizes_mib
         inputs = per_model("example_inputs", example_inputs, self.names)
@@ -267,16 +267,16 @@ class ModelAssigner:
         if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
             raise ValueError(f"iterations must be a whole number, 0 or more, got {iterations!r}")
         merged = self._problem.merged(groups)
-        found = search(merged, iterations, seed)
-        if not found.fits:
+        result = search(merged, iterations, seed)
+        if not result.fits:
             listed = [", ".join(self.names[index] for index in group) for group in groups]
             units = [
                 f"model {names}" if len(group) == 1 else f"models {names} that share parameters"
                 for group, names in zip(groups, listed, strict=True)
             ]
-            raise RuntimeError(does_not_fit(merged, self.rooms, units, found, self._max_mem_ratio))
+            raise RuntimeError(does_not_fit(merged, self.rooms, units, result, self._max_mem_ratio))
         placed = torch.empty(len(self.names), dtype=torch.long)
-        for group, device in zip(groups, found.assignment, strict=True):
+        for group, device in zip(groups, result.assignment, strict=True):
             placed[group] = device
         return placed
 

@@ -96,17 +96,17 @@ def _one_device(name: object, setting: str) -> torch.device:
 
 
 def _per_device(
-    setting: str, given: PerDevice | None, devices: list[torch.device]
+    setting: str, numbers: PerDevice | None, devices: list[torch.device]
 ) -> dict[torch.device, float]:
-    if given is None:
+    if numbers is None:
         return {}
-    if isinstance(given, Mapping):
-        values = {_one_device(name, setting): value for name, value in given.items()}
-    elif len(given) == len(devices):
-        values = dict(zip(devices, given, strict=True))
+    if isinstance(numbers, Mapping):
+        values = {_one_device(name, setting): value for name, value in numbers.items()}
+    elif len(numbers) == len(devices):
+        values = dict(zip(devices, numbers, strict=True))
     else:
         raise ValueError(
-            f"{setting} must be a dict or have one number per device: got {len(given)} numbers "
+            f"{setting} must be a dict or have one number per device: got {len(numbers)} numbers "
             f"and {len(devices)} devices"
         )
     for device, value in values.items():

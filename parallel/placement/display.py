@@ -24,22 +24,22 @@ def does_not_fit(
     problem: Problem,
     rooms: Sequence[Room],
     units: Sequence[str],
-    found: Found,
+    solution: Found,
     max_mem_ratio: float,
 ) -> str:
     """Return the error text with the memory that each device lacks in the closest placement."""
-    lines = [_headline(problem, units, certain=found.certain), "The closest placement:"]
-    assignment = found.assignment
+    lines = [_headline(problem, units, certain=solution.certain), "The closest placement:"]
+    assignment = solution.assignment
     used = problem.used(assignment)
     over = excess(used, problem.capacities).tolist()
     for index, room in enumerate(rooms):
-        here = [units[unit] for unit in (assignment == index).nonzero().flatten().tolist()]
+        placed_units = [units[unit] for unit in (assignment == index).nonzero().flatten().tolist()]
         lines.append(
             f"  {room.device}: needed {_in_bytes(float(used[index]))}, allowed "
             f"{_in_bytes(float(problem.capacities[index]))} = {max_mem_ratio:g} of "
             f"{_in_bytes(room.free_mib)} free"
             + (f", lacking {_in_bytes(over[index])}" if over[index] else "")
-            + (f" ({_listed(here)})" if here else "")
+            + (f" ({_listed(placed_units)})" if placed_units else "")
         )
     lines.append(
         "Add devices (the CPU is one), raise max_mem_ratio, or lower model_size_multiplier (1 for "
@@ -72,11 +72,11 @@ def placement_table(
     target = share(problem.compute)
     rows: list[Sequence[str]] = [("device", "size", "allowed", "computes", "target", "models")]
     for index, room in enumerate(rooms):
-        here = (placed == index).nonzero().flatten().tolist()
+        placed_models = (placed == index).nonzero().flatten().tolist()
         sizes = [_with_unit(float(mib[index])) for mib in (used, problem.capacities)]
-        parts = [_percent(float(part[index])) for part in (work, target)]
-        models = ", ".join(names[model] for model in here) or "-"
-        rows.append((str(room.device), *sizes, *parts, models))
+        shares = [_percent(float(device_share[index])) for device_share in (work, target)]
+        models = ", ".join(names[model] for model in placed_models) or "-"
+        rows.append((str(room.device), *sizes, *shares, models))
     apart = placed[:, None] != placed[None, :]
     crossing = torch.where(apart, problem.connection, 0.0).sum() / problem.connection.sum()
     return f"{_columns(rows)}\n{_percent(float(crossing.nan_to_num()))} of the connections cross"
@@ -85,9 +85,9 @@ def placement_table(
 def _columns(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for first, *middle, last in rows:
+    for label, *middle, models in rows:
         padded = [cell.rjust(width) for cell, width in zip(middle, widths[1:-1], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *padded, last]))
+        lines.append("  ".join([label.ljust(widths[0]), *padded, models]))
     return "\n".join(lines)
 
 
@@ -101,9 +101,9 @@ def _with_unit(mib: float) -> str:
     return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 
 
-def _percent(part: float) -> str:
+def _percent(fraction: float) -> str:
     """Return a fraction as whole percents; small values other than 0 are "<1%"."""
-    return "<1%" if 0 < part < 0.005 else f"{part:.0%}"
+    return "<1%" if 0 < fraction < 0.005 else f"{fraction:.0%}"
 
 
 def _in_bytes(mib: float) -> str:
@@ -138,9 +138,13 @@ def draw(problem: Problem, rooms: Sequence[Room], names: Sequence[str], placed: 
         shown = both.masked_fill(~chosen | (both == 0), torch.nan)
         # vmin is negative so that weak connections are visible too.
         axes.imshow(shown.tolist(), cmap=colors, vmin=-top / 3, vmax=top)
-    sizes = [f"{_short(names[one])} · {_with_unit(float(problem.sizes[one]))}" for one in order]
+    sizes = [
+        f"{_short(names[model])} · {_with_unit(float(problem.sizes[model]))}" for model in order
+    ]
     axes.set_yticks(range(len(names)), sizes, size=8)
-    axes.set_xticks(range(len(names)), [_short(names[one]) for one in order], rotation=90, size=8)
+    axes.set_xticks(
+        range(len(names)), [_short(names[model]) for model in order], rotation=90, size=8
+    )
     counts = torch.bincount(placed, minlength=len(rooms)).tolist()
     # Devices without models may have the same position as another one.
     labels: dict[float, list[str]] = {}

@@ -73,13 +73,13 @@ class ModelSizeEstimator:
             ValueError: the optimizer has not stepped or has no parameter of this model, or the
                 created one cannot step on the meta device (then pass one that has stepped).
         """
-        trained = [one for one in self.model.parameters() if one.requires_grad]
+        trained = [param for param in self.model.parameters() if param.requires_grad]
         if self.optimizer is None or not trained:
             return 0.0
         if isinstance(self.optimizer, Optimizer):
             _check_stepped(self.optimizer, trained)
             return _state_bytes(self.optimizer, trained) / _MIB
-        shapes = [nn.Parameter(torch.empty_like(one, device="meta")) for one in trained]
+        shapes = [nn.Parameter(torch.empty_like(param, device="meta")) for param in trained]
         return _state_bytes(_step_on_meta(self.optimizer, shapes), shapes) / _MIB
 
     def estimate_size(self) -> float:
@@ -133,18 +133,18 @@ class ModelComplexityEstimator:
             torch.ops.aten._cudnn_rnn: _recurrent_flops,
         }
         counter = FlopCounterMode(display=False, custom_mapping=recurrent)
-        buffers = {name: one.clone() for name, one in self.model.named_buffers()}
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         tensors = (*self.model.parameters(), *buffers.values())
-        gpus = sorted({one.device.index for one in tensors if one.is_cuda})
+        gpus = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
         try:
             with torch.random.fork_rng(gpus), torch.no_grad(), _countable(self.model), counter:
                 torch.func.functional_call(self.model, buffers, self.args, self.kwargs)
         except Exception as error:
-            given = [_described(one) for one in self.args]
-            given += [f"{name}={_described(one)}" for name, one in self.kwargs.items()]
+            inputs = [_described(value) for value in self.args]
+            inputs += [f"{name}={_described(value)}" for name, value in self.kwargs.items()]
             raise RuntimeError(
                 f"the forward of {type(self.model).__name__} failed with the example inputs "
-                f"({', '.join(given)}): {type(error).__name__}: {error}"
+                f"({', '.join(inputs)}): {type(error).__name__}: {error}"
             ) from error
         return int(counter.get_total_flops())
 
@@ -161,12 +161,12 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _state_bytes(optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
-    values = [value for one in parameters for value in optimizer.state.get(one, {}).values()]
+    values = [value for param in parameters for value in optimizer.state.get(param, {}).values()]
     return sum(_bytes(value) for value in values if isinstance(value, Tensor))
 
 
 def _check_stepped(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
-    optimized = {one for group in optimizer.param_groups for one in group["params"]}
+    optimized = {param for group in optimizer.param_groups for param in group["params"]}
     if optimized.isdisjoint(parameters):
         raise ValueError(f"{type(optimizer).__name__} holds no parameter of this model")
     if not optimizer.state:
@@ -180,8 +180,8 @@ def _step_on_meta(
     build: Callable[[list[nn.Parameter]], Optimizer], parameters: list[nn.Parameter]
 ) -> Optimizer:
     """Return an optimizer that has stepped on ``parameters``, which are on the meta device."""
-    for one in parameters:
-        one.grad = torch.empty_like(one)
+    for param in parameters:
+        param.grad = torch.empty_like(param)
     name = getattr(build, "__name__", repr(build))
     try:
         optimizer = build(parameters)
@@ -194,10 +194,14 @@ def _step_on_meta(
     return optimizer
 
 
-def _recurrent_flops(inputs: Any, *others: Any, **_: Any) -> int:
-    """Count a product with each weight matrix per step and sample; ``others`` has their shapes."""
+def _recurrent_flops(inputs: Any, *weight_shapes: Any, **_: Any) -> int:
+    """Count a product with each weight matrix per step and sample."""
     steps = math.prod(inputs[:-1])
-    shapes = others[0] if others and isinstance(others[0], list) else others[:4]
+    shapes = (
+        weight_shapes[0]
+        if weight_shapes and isinstance(weight_shapes[0], list)
+        else weight_shapes[:4]
+    )
     return sum(2 * steps * math.prod(shape) for shape in shapes if len(shape) == 2)
 
 

@@ -48,21 +48,21 @@ def name_models(models: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
     return named
 
 
-def per_model(setting: str, given: PerModel[T], names: list[str]) -> list[T]:
+def per_model(setting: str, per_name: PerModel[T], names: list[str]) -> list[T]:
     """Return one value per model, in the order of ``names``."""
-    if isinstance(given, Mapping):
-        for name in given:
+    if isinstance(per_name, Mapping):
+        for name in per_name:
             _index(setting, name, names)
-        missing = [name for name in names if name not in given]
+        missing = [name for name in names if name not in per_name]
         if missing:
             raise ValueError(f"{setting} lacks the models {', '.join(missing)}")
-        return [given[name] for name in names]
-    if len(given) != len(names):
+        return [per_name[name] for name in names]
+    if len(per_name) != len(names):
         raise ValueError(
-            f"{setting} must have one value per model: got {len(given)} values and "
+            f"{setting} must have one value per model: got {len(per_name)} values and "
             f"{len(names)} models"
         )
-    return list(given)
+    return list(per_name)
 
 
 def connection_matrix(connection: Mapping[Any, float], names: list[str]) -> Tensor:
@@ -77,8 +77,8 @@ def connection_matrix(connection: Mapping[Any, float], names: list[str]) -> Tens
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise TypeError(f"model_connection: {pair!r} must be a pair of models")
         setting = f"model_connection[{pair!r}]"
-        first, second = (_index(setting, one, names) for one in pair)
-        matrix[first, second] += number(setting, strength)
+        source, second = (_index(setting, name, names) for name in pair)
+        matrix[source, second] += number(setting, strength)
     return matrix
 
 
@@ -103,13 +103,13 @@ def sharing_groups(models: Mapping[str, Any]) -> list[list[int]]:
     groups: list[tuple[set[int], list[int]]] = []
     for index, model in enumerate(models.values()):
         parameters = model.parameters() if isinstance(model, nn.Module) else ()
-        parts, members = {id(one) for one in parameters}, [index]
-        joined = [group for group in groups if not parts.isdisjoint(group[0])]
-        groups = [group for group in groups if parts.isdisjoint(group[0])]
-        for their_parts, others in joined:
-            parts |= their_parts
-            members += others
-        groups.append((parts, sorted(members)))
+        identities, members = {id(param) for param in parameters}, [index]
+        joined = [group for group in groups if not identities.isdisjoint(group[0])]
+        groups = [group for group in groups if identities.isdisjoint(group[0])]
+        for their_parts, further in joined:
+            identities |= their_parts
+            members += further
+        groups.append((identities, sorted(members)))
     return sorted(members for _, members in groups)
 
 
@@ -119,7 +119,7 @@ def resident_mib(models: Mapping[str, Any]) -> dict[torch.device, float]:
     This memory counts as free, because the models leave it or stay in it.
     """
     modules = [model for model in models.values() if isinstance(model, nn.Module)]
-    tensors = (one for model in modules for one in (*model.parameters(), *model.buffers()))
+    tensors = (param for model in modules for param in (*model.parameters(), *model.buffers()))
     sizes: dict[torch.device, float] = defaultdict(float)
     for tensor in dict.fromkeys(tensors):
         if not nn.parameter.is_lazy(tensor):

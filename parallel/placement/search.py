@@ -169,32 +169,32 @@ def search(problem: Problem, iterations: int, seed: int) -> Found:
 
 
 def _best(problem: Problem, every: Tensor, *, certain: bool) -> Found:
-    parts = torch.split(every, _CHUNK)
-    costs = torch.cat([problem.cost(problem.one_hot(part)) for part in parts])
-    lacking = torch.cat([problem.overflow(part) for part in parts])
+    chunks = torch.split(every, _CHUNK)
+    costs = torch.cat([problem.cost(problem.one_hot(chunk)) for chunk in chunks])
+    lacking = torch.cat([problem.overflow(chunk) for chunk in chunks])
     least = lacking.min()
     costs = costs.masked_fill(lacking > least, torch.inf)
     # Of equally good placements take the first, so that rounding errors do not decide.
-    first = int((costs <= costs.min() + _SAME).nonzero()[0])
-    return Found(every[first], bool(least == 0), certain)
+    best_row = int((costs <= costs.min() + _SAME).nonzero()[0])
+    return Found(every[best_row], bool(least == 0), certain)
 
 
 def _perturb(assignments: Tensor, devices: int, generator: torch.Generator) -> Tensor:
     """Return ``assignments`` with some models on random devices."""
     rows, models = assignments.shape
-    part = torch.rand(rows, 1, generator=generator) * 0.15 + 1.5 / models
-    chosen = torch.rand(rows, models, generator=generator) < part
+    moved_share = torch.rand(rows, 1, generator=generator) * 0.15 + 1.5 / models
+    chosen = torch.rand(rows, models, generator=generator) < moved_share
     anywhere = torch.randint(devices, (rows, models), generator=generator)
     return torch.where(chosen, anywhere, assignments)
 
 
-def _better(problem: Problem, old: Tensor, new: Tensor) -> Tensor:
-    """Return the better one of ``old`` and ``new`` for each row."""
-    both = torch.stack([old, new])
+def _better(problem: Problem, current: Tensor, candidate: Tensor) -> Tensor:
+    """Return the better one of ``current`` and ``candidate`` for each row."""
+    both = torch.stack([current, candidate])
     old_cost, new_cost = problem.cost(problem.one_hot(both))
     old_lacks, new_lacks = problem.overflow(both)
     wins = (new_lacks < old_lacks) | ((new_lacks == old_lacks) & (new_cost < old_cost))
-    return torch.where(wins[:, None], new, old)
+    return torch.where(wins[:, None], candidate, current)
 
 
 class _Moves:
@@ -219,7 +219,7 @@ class _Moves:
         Rows that fit still fit afterwards.
         """
         rows = max(1, _PAIRS // self._shape[0] ** 2)
-        return torch.cat([self._descend(part) for part in torch.split(assignments, rows)])
+        return torch.cat([self._descend(chunk) for chunk in torch.split(assignments, rows)])
 
     def _descend(self, assignments: Tensor) -> Tensor:
         done = assignments.clone()
@@ -242,8 +242,8 @@ class _Moves:
         at = torch.arange(len(rows))
         moved, swapped = rows.clone(), rows.clone()
         moved[at, move // devices] = move % devices
-        first, second = swap // models, swap % models
-        swapped[at, first], swapped[at, second] = rows[at, second], rows[at, first]
+        model, second = swap // models, swap % models
+        swapped[at, model], swapped[at, second] = rows[at, second], rows[at, model]
         swap_wins = swap_gain < move_gain
         return torch.minimum(move_gain, swap_gain), torch.where(swap_wins[:, None], swapped, moved)
 
@@ -255,11 +255,11 @@ class _Moves:
         shares = torch.nn.functional.one_hot(rows, self._shape[1]).double()
         uneven = self._loads @ shares - self._compute
         pull = self._pairs @ shares @ self._apart
-        here = pull.gather(2, rows[:, :, None])
-        moves = pull - here
-        there = pull.gather(2, rows[:, None, :].expand(-1, self._shape[0], -1)) - here
+        current_pull = pull.gather(2, rows[:, :, None])
+        moves = pull - current_pull
+        other_pull = pull.gather(2, rows[:, None, :].expand(-1, self._shape[0], -1)) - current_pull
         distances = self._apart[rows[:, :, None], rows[:, None, :]]
-        swaps = there + there.mT + 2 * self._pairs * distances
+        swaps = other_pull + other_pull.mT + 2 * self._pairs * distances
         loads, uneven_here = self._loads, uneven.gather(1, rows)
         gap = uneven[:, None, :] - uneven_here[:, :, None]
         moves += 2 * loads[:, None] * (gap + loads[:, None])
@@ -279,10 +279,12 @@ class _Moves:
         over_here, used_here = over.gather(1, rows), used.gather(1, rows)
         leaves = excess(used_here - sizes, room) - over_here
         enters = excess(used[:, None, :] + sizes[:, None], self._capacities) - over[:, None, :]
-        there = excess(used_here[:, :, None] + sizes[None, :] - sizes[:, None], room[:, :, None])
-        there = there - over_here[:, :, None]
+        swap_overflow = excess(
+            used_here[:, :, None] + sizes[None, :] - sizes[:, None], room[:, :, None]
+        )
+        swap_overflow = swap_overflow - over_here[:, :, None]
         lacks = (over.sum(1) > 0)[:, None, None]
-        added = (leaves[:, :, None] + enters, there + there.mT)
+        added = (leaves[:, :, None] + enters, swap_overflow + swap_overflow.mT)
         moves, swaps = (
             torch.where(lacks, cost + self._unit * more, cost.masked_fill(more > 0, torch.inf))
             for cost, more in zip((moves, swaps), added, strict=True)
@@ -301,41 +303,43 @@ def pack(sizes: list[float], capacities: list[float]) -> tuple[list[int] | None,
         the search has reached its limit.
     """
     order = sorted(range(len(sizes)), key=lambda model: -sizes[model])
-    wanted = [sizes[model] for model in order]
+    ordered_sizes = [sizes[model] for model in order]
     spare = sum(capacities) - sum(sizes)
     if spare < -_TOLERANCE_MIB:
         return None, True
     free = list(capacities)
     chosen: list[int] = []
-    choices = [_choices(wanted, 0, free, spare)]
+    choices = [_choices(ordered_sizes, 0, free, spare)]
     for _ in range(_TRIES):
         device = next(choices[-1], None)
         if device is not None:
-            free[device] -= wanted[len(chosen)]
+            free[device] -= ordered_sizes[len(chosen)]
             chosen.append(device)
             if len(chosen) == len(order):
                 placed = dict(zip(order, chosen, strict=True))
                 return [placed[model] for model in range(len(sizes))], True
-            choices.append(_choices(wanted, len(chosen), free, spare))
+            choices.append(_choices(ordered_sizes, len(chosen), free, spare))
             continue
         choices.pop()
         if not chosen:
             return None, True
         undone = chosen.pop()
-        free[undone] += wanted[len(chosen)]
+        free[undone] += ordered_sizes[len(chosen)]
     return None, False
 
 
-def _choices(wanted: list[float], model: int, free: list[float], spare: float) -> Iterator[int]:
+def _choices(
+    ordered_sizes: list[float], model: int, free: list[float], spare: float
+) -> Iterator[int]:
     """Return the devices with space for a model, fullest first; of equally full ones, only one."""
-    size, least = wanted[model], wanted[-1] - _TOLERANCE_MIB
+    size, least = ordered_sizes[model], ordered_sizes[-1] - _TOLERANCE_MIB
     # Space is lost if not even the smallest model fits; at most `spare` may be lost.
     lost = sum(room for room in free if room < least)
     fitting = {}
     for device, room in enumerate(free):
-        rest = room - size
-        gone = rest if rest < least and model < len(wanted) - 1 else 0.0
-        if rest >= -_TOLERANCE_MIB and lost + gone <= spare + _TOLERANCE_MIB:
+        remaining = room - size
+        gone = remaining if remaining < least and model < len(ordered_sizes) - 1 else 0.0
+        if remaining >= -_TOLERANCE_MIB and lost + gone <= spare + _TOLERANCE_MIB:
             # Rounded, because backtracking leaves rounding errors.
             fitting[round(room, 7)] = device
     return iter([fitting[room] for room in sorted(fitting)])

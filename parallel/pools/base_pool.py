@@ -342,17 +342,17 @@ def _submit_items(
     pool._monitor.check()
     if chunksize is not None:
         chunksize = whole_number("chunksize", chunksize)
-    items: Sequence[Any] = iterable if isinstance(iterable, list) else list(iterable)
+    inputs: Sequence[Any] = iterable if isinstance(iterable, list) else list(iterable)
     if chunksize is None:
-        chunksize = max(1, -(-len(items) // (4 * pool._processes)))
+        chunksize = max(1, -(-len(inputs) // (4 * pool._processes)))
     name = f"{caller.__name__.removesuffix('_caller')}({_name_of(func)})"
     job = next(pool._jobs)
     bound = pool._bind_context(func)
-    call = Call(name, pool, len(items), chunksize=chunksize, progress=progress)
-    result = MapResult(job, pool._cache, len(items), *callbacks, call)
+    call = Call(name, pool, len(inputs), chunksize=chunksize, progress=progress)
+    result = MapResult(job, pool._cache, len(inputs), *callbacks, call)
     tasks: Iterator[tuple[Any, ...]] = (
-        (job, chunk, caller, ((bound, items[begin : begin + chunksize]),), {})
-        for chunk, begin in enumerate(range(0, len(items), chunksize))
+        (job, chunk, caller, ((bound, inputs[begin : begin + chunksize]),), {})
+        for chunk, begin in enumerate(range(0, len(inputs), chunksize))
     )
     _submit(pool, result, tasks)
     return result
@@ -375,8 +375,8 @@ def _submit_lazily(
     job = next(pool._jobs)
     bound = pool._bind_context(func)
 
-    def submit(chunk: int, items: list[Any]) -> None:
-        _put(pool, iterator, (job, chunk, map_caller, ((bound, items),), {}))
+    def submit(chunk: int, inputs: list[Any]) -> None:
+        _put(pool, iterator, (job, chunk, map_caller, ((bound, inputs),), {}))
 
     def end() -> None:
         pool._open_inputs.discard(iterator)

@@ -270,10 +270,10 @@ class Dispatcher:
             if self._needs_maintenance:
                 self._needs_maintenance = False
                 raise TimeoutError("the pool's workers need maintenance")
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 raise TimeoutError(f"no result within {timeout} s")
-            self._process_events(left)
+            self._process_events(remaining_s)
         return self._done.popleft()
 
     def size(self) -> int:

@@ -73,12 +73,14 @@ class SentFunctions:
     @property
     def needed(self) -> int:
         """The slots that the worker must keep, one bit for each."""
-        return sum(1 << one.slot for one in self._by_job.values())
+        return sum(1 << function.slot for function in self._by_job.values())
 
     def drop_ended(self, functions: MapFunctions) -> None:
         """Forget the functions of jobs that have no further tasks."""
         if self._by_job:
-            self._by_job = {job: one for job, one in self._by_job.items() if functions.is_open(job)}
+            self._by_job = {
+                job: sent for job, sent in self._by_job.items() if functions.is_open(job)
+            }
 
     def use(self, job: int, number: int) -> SentFunction:
         """Return the function of a job for task ``number``.
@@ -87,10 +89,14 @@ class SentFunctions:
         """
         function = self._by_job.pop(job, None)
         if function is None:
-            taken = {one.slot for one in self._by_job.values()}
-            if len(taken) == protocol.FUNCTION_SLOTS:
-                taken.remove(self._by_job.pop(next(iter(self._by_job))).slot)
-            slot = next(one for one in range(protocol.FUNCTION_SLOTS) if one not in taken)
+            used_slots = {sent.slot for sent in self._by_job.values()}
+            if len(used_slots) == protocol.FUNCTION_SLOTS:
+                used_slots.remove(self._by_job.pop(next(iter(self._by_job))).slot)
+            slot = next(
+                free_slot
+                for free_slot in range(protocol.FUNCTION_SLOTS)
+                if free_slot not in used_slots
+            )
             function = SentFunction(slot, since=number)
         self._by_job[job] = function
         return function

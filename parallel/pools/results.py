@@ -66,10 +66,10 @@ class Call:
         """Return the name of a task for messages, with its items if the call has items."""
         if not self.chunksize:
             return self.name
-        items = self._range(chunk)
-        if len(items) == 1:
-            return f"item {items[0]} of {self.name}"
-        return f"items {items[0]} to {items[-1]} of {self.name}"
+        positions = self._range(chunk)
+        if len(positions) == 1:
+            return f"item {positions[0]} of {self.name}"
+        return f"items {positions[0]} to {positions[-1]} of {self.name}"
 
     def _range(self, chunk: int) -> range:
         begin = chunk * self.chunksize
@@ -271,15 +271,15 @@ class IMapIterator:
                 if self._source is None and self._taken >= self._count:
                     error, self._input_error = self._input_error, None
                     raise StopIteration if error is None else error
-                left = deadline - time.monotonic()
-                if left <= 0:
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
                     name = self._call.name
                     raise TimeoutError(
                         f"the next result of {name} did not arrive within {timeout:g} s"
                     )
                 # If more input is wanted and no other thread is reading, read instead of waiting.
                 if self._reading.locked() or not self._wants_more():
-                    self._changed.wait(None if left == math.inf else left)
+                    self._changed.wait(None if remaining_s == math.inf else remaining_s)
 
     __next__ = next
 

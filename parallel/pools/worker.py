@@ -45,14 +45,14 @@ _TEXT_LIMIT = 1000
 
 def map_caller(chunk: tuple[Callable[..., Any], Any]) -> list[Any]:
     """Run one chunk of a map: a function and its items."""
-    func, items = chunk
-    return [func(item) for item in items]
+    func, inputs = chunk
+    return [func(value) for value in inputs]
 
 
 def starmap_caller(chunk: tuple[Callable[..., Any], Any]) -> list[Any]:
     """Run one chunk of a starmap: a function and tuples of its arguments."""
-    func, items = chunk
-    return [func(*item) for item in items]
+    func, inputs = chunk
+    return [func(*arguments) for arguments in inputs]
 
 
 def worker(
@@ -258,7 +258,11 @@ class _WorkerEnd:
     def _task(self, message: bytes, fds: list[int]) -> Task:
         number, job, size, count, kind, slot, needed = TASK.unpack_from(message)
         if self._functions:
-            self._functions = {at: one for at, one in self._functions.items() if needed >> at & 1}
+            self._functions = {
+                at: sent_function
+                for at, sent_function in self._functions.items()
+                if needed >> at & 1
+            }
         function_fds, fds = fds[:count], fds[count:]
         body = memoryview(message)[TASK.size + size :]
         if size and job != self._functions.get(slot, (None,))[0]:

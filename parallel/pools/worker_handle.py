@@ -114,12 +114,12 @@ class WorkerHandle:
         kind, function, slot = protocol.CALL, Packed(b""), 0
         if func is protocol.map_caller or func is protocol.starmap_caller:
             kind = protocol.MAP if func is protocol.map_caller else protocol.STARMAP
-            ((map_function, items),) = args
+            ((map_function, inputs),) = args
             sent = self._sent_functions.use(job, number)
             slot = sent.slot
             if not sent.has_arrived:
                 function = functions.packed(job, map_function)
-            value: Any = items
+            value: Any = inputs
         else:
             value = (func, args, kwargs)
         with contextlib.closing(function), contextlib.closing(self._pack(value)) as body:

@@ -138,8 +138,8 @@ class Workers:
             begin: Any = (options.work, *options.initializers[slot], options.maxtasks, *packing)
             to_close = []
             if method == "fork":
-                others = (fd for other in self.by_slot.values() for fd in other.fds)
-                to_close = [self._epoll.fileno(), self._wake_fd, worker.fd, *others]
+                other_fds = (fd for other in self.by_slot.values() for fd in other.fds)
+                to_close = [self._epoll.fileno(), self._wake_fd, worker.fd, *other_fds]
             else:
                 worker.begin(begin)
                 begin = None
@@ -277,8 +277,10 @@ def _failure_error(worker: WorkerHandle) -> BrokenPoolError:
     reason = worker.failure
     assert reason is not None
     text = remote_report(reason) or str(reason)
-    what = "`worker`" if worker.is_ready else "the initializer"
-    error = BrokenPoolError(f"the pool is broken: {what} failed in worker {worker.slot}:\n{text}")
+    culprit = "`worker`" if worker.is_ready else "the initializer"
+    error = BrokenPoolError(
+        f"the pool is broken: {culprit} failed in worker {worker.slot}:\n{text}"
+    )
     error.__cause__ = reason
     return error
 

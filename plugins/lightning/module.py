@@ -96,15 +96,15 @@ class StepLightningModule(LightningModule):
         _check_optim_wrapper(optim_wrapper)
         metrics = {} if metrics is None else metrics
         is_mapping = isinstance(metrics, Mapping)
-        if not is_mapping or not all(isinstance(one, Metric) for one in metrics.values()):
+        if not is_mapping or not all(isinstance(metric, Metric) for metric in metrics.values()):
             raise TypeError(
                 "metrics must be torchmetrics by name, such as {'accuracy': MulticlassAccuracy("
                 f"num_classes=10)}}, got {metrics!r}"
             )
         self.automatic_optimization = False
         self.model = built
-        self.val_metrics = nn.ModuleDict({k: one.clone() for k, one in metrics.items()})
-        self.test_metrics = nn.ModuleDict({k: one.clone() for k, one in metrics.items()})
+        self.val_metrics = nn.ModuleDict({k: metric.clone() for k, metric in metrics.items()})
+        self.test_metrics = nn.ModuleDict({k: metric.clone() for k, metric in metrics.items()})
         self._given_optim, self._given_schedulers = optim_wrapper, list(schedulers)
         self._optim: Any = None
         self._schedules: list[_Schedule] = []
@@ -135,12 +135,14 @@ class StepLightningModule(LightningModule):
                 if isinstance(value, (int, float)) or getattr(value, "numel", lambda: 0)() == 1
             }
         )
-        for one in self._schedules:
+        for schedule in self._schedules:
             # Stepped here, as Lightning does, because a checkpoint may be written before the epoch
             # ends.
-            due = self._optim.should_update() if one.by == "step" else self.trainer.is_last_batch
-            if one.metric is None and due:
-                one.step()
+            due = (
+                self._optim.should_update() if schedule.by == "step" else self.trainer.is_last_batch
+            )
+            if schedule.metric is None and due:
+                schedule.step()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate one batch with the wrapper's ``val_step``."""
@@ -168,9 +170,9 @@ class StepLightningModule(LightningModule):
         if self._given_optim is None:
             raise TypeError("StepLightningModule needs an optim_wrapper for training, got None")
         self._optim = _build_optim_wrapper(self._given_optim, self._wrapped())
-        optimizers = {name: one.optimizer for name, one in _members(self._optim).items()}
-        self._schedules = [_schedule(one, optimizers) for one in self._given_schedulers]
-        return list(optimizers.values()), [one.scheduler for one in self._schedules]
+        optimizers = {name: member.optimizer for name, member in _members(self._optim).items()}
+        self._schedules = [_schedule(settings, optimizers) for settings in self._given_schedulers]
+        return list(optimizers.values()), [schedule.scheduler for schedule in self._schedules]
 
     def configure_callbacks(self) -> Sequence[Callback]:
         """Check the Trainer's settings and return no callbacks.
@@ -198,22 +200,22 @@ class StepLightningModule(LightningModule):
         StepLightningModule.teardown(self, "fit")
         outer = self.optimizers()
         outer = outer if isinstance(outer, list) else [outer]
-        inner = [one.optimizer for one in _members(self._optim).values()]
+        inner = [member.optimizer for member in _members(self._optim).values()]
         self._undo = [_route_steps(*pair) for pair in zip(inner, outer, strict=True)]
 
     def on_train_epoch_end(self) -> None:
         """Step the schedulers that watch a metric, with its mean over the ranks."""
         logged = self.trainer.callback_metrics
-        for one in self._schedules:
-            if one.metric is None:
+        for schedule in self._schedules:
+            if schedule.metric is None:
                 continue
-            if one.metric not in logged:
+            if schedule.metric not in logged:
                 raise ValueError(
-                    f"a scheduler watches metric={one.metric!r}, which was not logged; logged "
+                    f"a scheduler watches metric={schedule.metric!r}, which was not logged; logged "
                     f"values: {', '.join(sorted(logged)) or 'none'}"
                 )
-            value = logged[one.metric].clone()
-            one.step(self.trainer.strategy.reduce(value, reduce_op="mean"))
+            value = logged[schedule.metric].clone()
+            schedule.step(self.trainer.strategy.reduce(value, reduce_op="mean"))
 
     def teardown(self, stage: str) -> None:
         """Restore the optimizers' ``step``."""
@@ -253,8 +255,12 @@ def _measure(module: StepLightningModule, stage: str, batch: Any) -> None:
         if isinstance(outputs, Mapping):
             # Pass only the outputs that the metric's `update` accepts.
             params = inspect.signature(metric.update).parameters.values()
-            takes_all = any(one.kind is one.VAR_KEYWORD for one in params)
-            names = outputs if takes_all else [one.name for one in params if one.name in outputs]
+            takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in params)
+            names = (
+                outputs
+                if takes_all
+                else [parameter.name for parameter in params if parameter.name in outputs]
+            )
             metric.update(**{name: outputs[name] for name in names})
         else:
             metric.update(outputs, batch)
@@ -286,11 +292,11 @@ def _check_trainer_settings(trainer: Trainer) -> None:
                 f"optimizer wrapper makes the updates: remove it and set {replacement} of the "
                 "optimizer wrapper"
             )
-    for one in getattr(trainer, "callbacks", ()):
-        if any(kind.__name__ == "StochasticWeightAveraging" for kind in type(one).__mro__):
+    for callback in getattr(trainer, "callbacks", ()):
+        if any(kind.__name__ == "StochasticWeightAveraging" for kind in type(callback).__mro__):
             raise ValueError(
-                f"{type(one).__name__} sets learning rates by schedules that are not stepped in a "
-                "StepLightningModule: use Lightning's WeightAveraging (2.6 or newer)"
+                f"{type(callback).__name__} sets learning rates by schedules that are not stepped "
+                "in a StepLightningModule: use Lightning's WeightAveraging (2.6 or newer)"
             )
     if not str(trainer.precision).endswith("true"):
         raise ValueError(
@@ -300,39 +306,44 @@ def _check_trainer_settings(trainer: Trainer) -> None:
         )
 
 
-def _check_optim_wrapper(given: Any) -> None:
-    """Raise TypeError unless ``given`` can be turned into an optimizer wrapper."""
-    is_function = callable(given) and not isinstance(given, type)
-    if given is None or is_function or isinstance(given, Mapping) or _is_optim_wrapper(given):
+def _check_optim_wrapper(candidate: Any) -> None:
+    """Raise TypeError unless ``candidate`` can be turned into an optimizer wrapper."""
+    is_function = callable(candidate) and not isinstance(candidate, type)
+    if (
+        candidate is None
+        or is_function
+        or isinstance(candidate, Mapping)
+        or _is_optim_wrapper(candidate)
+    ):
         return
-    found = given.__name__ if isinstance(given, type) else type(given).__name__
+    kind = candidate.__name__ if isinstance(candidate, type) else type(candidate).__name__
     example = "lambda model: OptimWrapper(AdamW(model.parameters()))"
-    raise TypeError(f"{_OPTIM_WRAPPER_TYPES}, got {found}; for example {example}")
+    raise TypeError(f"{_OPTIM_WRAPPER_TYPES}, got {kind}; for example {example}")
 
 
-def _is_optim_wrapper(given: Any) -> bool:
-    return hasattr(given, "update_params") and hasattr(given, "state_dict")
+def _is_optim_wrapper(candidate: Any) -> bool:
+    return hasattr(candidate, "update_params") and hasattr(candidate, "state_dict")
 
 
-def _build_optim_wrapper(given: Any, wrapped: nn.Module) -> Any:
+def _build_optim_wrapper(candidate: Any, wrapped: nn.Module) -> Any:
     """Return the given optimizer wrapper, or build one from the given config or function."""
-    if isinstance(given, Mapping) and not isinstance(given, OptimWrapperDict):
-        return _from_config(given, wrapped)
-    if callable(given):
-        given = given(wrapped)
-    if not _is_optim_wrapper(given):
-        raise TypeError(f"{_OPTIM_WRAPPER_TYPES}, got {type(given).__name__}")
-    return given
+    if isinstance(candidate, Mapping) and not isinstance(candidate, OptimWrapperDict):
+        return _from_config(candidate, wrapped)
+    if callable(candidate):
+        candidate = candidate(wrapped)
+    if not _is_optim_wrapper(candidate):
+        raise TypeError(f"{_OPTIM_WRAPPER_TYPES}, got {type(candidate).__name__}")
+    return candidate
 
 
-def _from_config(given: Mapping[str, Any], wrapped: nn.Module) -> Any:
-    settings = {"type": "OptimWrapper", **given}
+def _from_config(config: Mapping[str, Any], wrapped: nn.Module) -> Any:
+    settings = {"type": "OptimWrapper", **config}
     optimizer = settings.pop("optimizer", None)
     example = "{'optimizer': {'type': 'AdamW', 'lr': 1e-3}}"
-    if "type" not in given and "optimizer" not in given:
+    if "type" not in config and "optimizer" not in config:
         raise TypeError(
             f"optim_wrapper as a config needs the key optimizer, such as {example}, got the keys "
-            f"{', '.join(map(repr, given)) or 'none'}"
+            f"{', '.join(map(repr, config)) or 'none'}"
         )
     if not isinstance(optimizer, Mapping) or "type" not in optimizer:
         raise TypeError(
@@ -350,27 +361,27 @@ def _members(optim_wrapper: Any) -> dict[str, Any]:
     return dict(optim_wrapper) if isinstance(optim_wrapper, Mapping) else {"": optim_wrapper}
 
 
-def _schedule(given: Any, optimizers: Mapping[str, Optimizer]) -> _Schedule:
-    settings = dict(given) if isinstance(given, Mapping) else {"type": given}
+def _schedule(source: Any, optimizers: Mapping[str, Optimizer]) -> _Schedule:
+    settings = dict(source) if isinstance(source, Mapping) else {"type": source}
     by, metric = settings.pop("by", "epoch"), settings.pop("metric", None)
     name = settings.pop("optimizer", next(iter(optimizers)) if len(optimizers) == 1 else None)
     if by not in ("step", "epoch"):
         raise ValueError(f"by of a scheduler must be 'step' or 'epoch', got {by!r}")
     if name not in optimizers:
-        known = list(optimizers)
+        names = list(optimizers)
         remedy = (
             ""
-            if isinstance(given, Mapping)
-            else f"; instead of a function, give {{'type': function, 'optimizer': {known[0]!r}}}"
+            if isinstance(source, Mapping)
+            else f"; instead of a function, give {{'type': function, 'optimizer': {names[0]!r}}}"
         )
         raise ValueError(
-            f"optimizer of a scheduler must be one of {', '.join(map(repr, known))}, got {name!r}"
+            f"optimizer of a scheduler must be one of {', '.join(map(repr, names))}, got {name!r}"
             f"{remedy}"
         )
-    if isinstance(given, Mapping):
+    if isinstance(source, Mapping):
         scheduler = build_tree(settings, PARAM_SCHEDULERS, {"optimizer": optimizers[name]})
     else:
-        scheduler = given(optimizers[name])
+        scheduler = source(optimizers[name])
     watches = isinstance(scheduler, ReduceLROnPlateau)
     if watches and metric is None:
         raise ValueError("ReduceLROnPlateau needs metric, the name of a logged value to watch")
@@ -388,8 +399,8 @@ def _extra_state(optim_wrapper: Any, step_state: Mapping[str, Any] | None) -> di
     Every rank must call this if there is a step state.
     """
     state: dict[str, Any] = {
-        name: {key: value for key, value in one.state_dict().items() if key not in _TORCH_KEYS}
-        for name, one in _members(optim_wrapper).items()
+        name: {key: value for key, value in member.state_dict().items() if key not in _TORCH_KEYS}
+        for name, member in _members(optim_wrapper).items()
     }
     if step_state is not None:
         state[_STEP_STATES] = all_gather_object(step_state)
@@ -398,9 +409,9 @@ def _extra_state(optim_wrapper: Any, step_state: Mapping[str, Any] | None) -> di
 
 def _load_extra_state(optim_wrapper: Any, wrapped: Any, state: Mapping[str, Any]) -> None:
     """Load a result of ``_extra_state``; Lightning has already restored the optimizers."""
-    for name, one in _members(optim_wrapper).items():
+    for name, member in _members(optim_wrapper).items():
         if name in state:
-            one.load_state_dict({**one.state_dict(), **state[name]})
+            member.load_state_dict({**member.state_dict(), **state[name]})
     if not _has_step_state(wrapped):
         return
     by_rank = state.get(_STEP_STATES, ())

@@ -28,7 +28,7 @@ def holds_shards(module: nn.Module) -> bool:
     """Return whether FSDP2 shards ``module`` or a part of it, even over a single rank."""
     # Checks for a method and not for DTensors, because parameters are unsharded after a forward
     # that raised; and not for FSDP2's class, because importing it is slow.
-    return any(hasattr(one, "set_reshard_after_forward") for one in module.modules())
+    return any(hasattr(child, "set_reshard_after_forward") for child in module.modules())
 
 
 def full_tensors(state: Any) -> Any:
@@ -87,12 +87,14 @@ class FullStateStrategy(DDPStrategy):
             super().load_model_state_dict(checkpoint, strict)
             return
         reshard(module)
-        own = module.state_dict()
-        parts = {
-            name: take_part(value, own[name]) if is_dtensor(own.get(name)) else value
+        local_state = module.state_dict()
+        shards = {
+            name: take_part(value, local_state[name])
+            if is_dtensor(local_state.get(name))
+            else value
             for name, value in checkpoint["state_dict"].items()
         }
-        module.load_state_dict(parts, strict=strict)
+        module.load_state_dict(shards, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of ``optimizer`` with full tensors; every rank must call this."""
@@ -146,11 +148,11 @@ def explain_shard_errors() -> Iterator[None]:
 
 def check_no_averaging(callbacks: Iterable[Any]) -> None:
     """Raise ValueError for callbacks that average weights, which do not support shards."""
-    for one in callbacks:
-        if any(kind.__name__ in _AVERAGING for kind in type(one).__mro__):
+    for callback in callbacks:
+        if any(kind.__name__ in _AVERAGING for kind in type(callback).__mro__):
             raise ValueError(
-                f"{type(one).__name__} copies full weights, but fsdp shards them: remove it, or "
-                "use the wrapper ddp"
+                f"{type(callback).__name__} copies full weights, but fsdp shards them: remove it, "
+                "or use the wrapper ddp"
             )
 
 
@@ -168,15 +170,17 @@ def check_equal_batches(trainer: Trainer) -> None:
 
     All ranks gather each block together, so a rank with more batches would wait forever.
     """
-    found = {
+    batch_counts = {
         "predict": trainer.predicting and trainer.num_predict_batches,
         "test": trainer.testing and trainer.num_test_batches,
         "validate": (trainer.validating and trainer.num_val_batches)
         or (trainer.sanity_checking and trainer.num_sanity_val_batches),
     }
-    stage, count = next(((name, one) for name, one in found.items() if one), ("", None))
+    stage, count = next(
+        ((name, batches) for name, batches in batch_counts.items() if batches), ("", None)
+    )
     counts = all_gather_object(count)
-    if any(one != counts[0] for one in counts):
+    if any(rank_count != counts[0] for rank_count in counts):
         raise ValueError(
             f"with fsdp all ranks need the same number of batches to {stage}, got {counts}: choose "
             "another batch size or number of samples, or load the checkpoint into a new module "

@@ -315,23 +315,23 @@ class _Choice(NamedTuple):
 
 
 def _read_options(
-    strategy: type, wrapper: str | Callable[..., nn.Module] | None, given: Mapping[str, Any]
+    strategy: type, wrapper: str | Callable[..., nn.Module] | None, passed: Mapping[str, Any]
 ) -> _Choice:
     """Find the wrapper and check its options and the options of Lightning's strategy."""
     chosen = _find_wrapper(wrapper)
     params = inspect.signature(strategy.__mro__[1]).parameters
     of_strategy = [name for name in params if name not in _EXCLUDED]
     of_wrapper = _options_of(chosen)
-    options = {name: value for name, value in given.items() if name not in of_strategy}
+    options = {name: value for name, value in passed.items() if name not in of_strategy}
     title = getattr(chosen, "__name__", repr(chosen))
     for name in options:
         if name not in of_wrapper:
-            known = of_wrapper + of_strategy
-            others = [n for one, n in _short_names().items() if name in _options_of(one)]
-            close = nearest(name, known)
-            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(known)}"
-            if others:
-                hint = f"that is an option of {' and '.join(sorted(others))}"
+            allowed = of_wrapper + of_strategy
+            other_wrappers = [n for kind, n in _short_names().items() if name in _options_of(kind)]
+            close = nearest(name, allowed)
+            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(allowed)}"
+            if other_wrappers:
+                hint = f"that is an option of {' and '.join(sorted(other_wrappers))}"
             raise TypeError(
                 f"{strategy.__name__} with wrapper {title} has no option {name!r}; {hint}"
             )
@@ -343,14 +343,14 @@ def _read_options(
     check = getattr(chosen, "check_options", None)
     if check is not None:
         check(options)
-    own = {name: value for name, value in given.items() if name in of_strategy}
-    return _Choice(chosen, options, own, "mesh" in of_wrapper)
+    strategy_options = {name: value for name, value in passed.items() if name in of_strategy}
+    return _Choice(chosen, options, strategy_options, "mesh" in of_wrapper)
 
 
 def has_custom_step(wrapper: Any) -> bool:
     """Return whether a wrapper's ``train_step`` is defined outside this library."""
     kinds = getattr(wrapper, "__mro__", ())
-    owner = next((one for one in kinds if "train_step" in vars(one)), None)
+    owner = next((base for base in kinds if "train_step" in vars(base)), None)
     return owner is not None and not owner.__module__.startswith(f"{_OURS}.")
 
 
@@ -360,15 +360,15 @@ def _find_wrapper(wrapper: Any) -> Callable[..., nn.Module]:
         chosen: Any = MODEL_WRAPPERS.resolve(wrapper or "ddp")
     else:
         chosen = wrapper
-    known = chosen in [MODEL_WRAPPERS.get(name) for name in MODEL_WRAPPERS.names()]
+    is_registered = chosen in [MODEL_WRAPPERS.get(name) for name in MODEL_WRAPPERS.names()]
     steps = isinstance(chosen, type) and hasattr(chosen, "train_step")
     torchs = isinstance(chosen, type) and issubclass(chosen, DistributedDataParallel)
-    if known or steps or torchs:
+    if is_registered or steps or torchs:
         return chosen  # type: ignore[no-any-return]
-    given = getattr(chosen, "__name__", None) or f"an object of type {type(chosen).__name__}"
+    description = getattr(chosen, "__name__", None) or f"an object of type {type(chosen).__name__}"
     raise TypeError(
         f"wrapper must be a class with a train_step, or the name of a wrapper "
-        f"({', '.join(sorted(_short_names().values()))}), got {given}"
+        f"({', '.join(sorted(_short_names().values()))}), got {description}"
     )
 
 
@@ -390,8 +390,10 @@ def _side_stream(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _options_of(wrapper: Any) -> list[str]:
-    made = getattr(wrapper, "config_signature", None)
-    signature: inspect.Signature = inspect.signature(wrapper) if made is None else made()
+    read_signature = getattr(wrapper, "config_signature", None)
+    signature: inspect.Signature = (
+        inspect.signature(wrapper) if read_signature is None else read_signature()
+    )
     return [name for name in signature.parameters if name != "module"]
 
 

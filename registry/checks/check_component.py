@@ -35,8 +35,8 @@ def check_component(
         runtime_args: names of arguments that the caller supplies, such as an optimizer's
             ``params``.
     """
-    found = component_check(cfg, registry, where, runtime_args)
-    return [found] if isinstance(found, Problem) else list(found())
+    check = component_check(cfg, registry, where, runtime_args)
+    return [check] if isinstance(check, Problem) else list(check())
 
 
 def component_check(
@@ -47,8 +47,8 @@ def component_check(
         hint = f"; write {{type: {cfg}}}" if isinstance(cfg, str) and len(cfg) < MOST_SHOWN else ""
         return Problem(where, f"must be a dict with a type, got {shown_value(cfg)}{hint}")
     if "type" not in cfg:
-        what = f"needs a type: a name of {registry.name} or an import path"
-        return type_problem(cfg, where) or Problem(where, what)
+        message = f"needs a type: a name of {registry.name} or an import path"
+        return type_problem(cfg, where) or Problem(where, message)
     return partial(_class_problems, cfg, registry, where, runtime_args)
 
 
@@ -107,13 +107,16 @@ def _class_problems(
     for name in cfg if not is_nested else ():
         if name in runtime_args:
             yield Problem(f"{where}.{name}", "is supplied by the run and cannot be set")
-    given = {str(key): value for key, value in cfg.items() if key not in _FLAGS}
-    wrong = [*argument_problems(target, [*given], runtime_args), *value_problems(target, given)]
+    arguments = {str(key): value for key, value in cfg.items() if key not in _FLAGS}
+    wrong = [
+        *argument_problems(target, [*arguments], runtime_args),
+        *value_problems(target, arguments),
+    ]
     for problem in wrong:
         yield Problem(f"{where}.{problem.name}", problem.what)
     if (require := getattr(target, "require_packages", None)) is not None:
         yield from object_problems(lambda _: require(), None, f"{where}.type")
-    for key, value in given.items():
+    for key, value in arguments.items():
         if key not in plain_names(target):
             yield from _nested_problems(value, table, f"{where}.{key}", runtime_args)
 

@@ -132,11 +132,18 @@ def examine_config(cfg: Mapping[str, Any] | Examination) -> Examination:
     names = cfg if isinstance(cfg, Examination) else examine_names(cfg)
     failed = import_problems(names.config)
     keys = {problem.key for problem in names.problems}
-    found = [problem for check in names.later for problem in check() if problem.key not in keys]
-    faulty = names.faulty | {_section_of(problem) for problem in [*failed, *found]}
+    later_problems = [
+        problem for check in names.later for problem in check() if problem.key not in keys
+    ]
+    faulty = names.faulty | {_section_of(problem) for problem in [*failed, *later_problems]}
     # Failed imports come first: they may be the only reason for unknown names.
-    others = [one for one in names.problems if not one.key.startswith("imports.")]
-    problems = [*failed, *sorted([*others, *_located(found, names.config)], key=_place)]
+    named_problems = [
+        problem for problem in names.problems if not problem.key.startswith("imports.")
+    ]
+    problems = [
+        *failed,
+        *sorted([*named_problems, *_located(later_problems, names.config)], key=_place),
+    ]
     return Examination(names.sections, problems, faulty, names.config, [])
 
 
@@ -160,12 +167,12 @@ def examine_names(cfg: Mapping[str, Any]) -> Examination:
     problems += _need_problems(values)
     if sections is None:
         wrong = {_section_of(problem) for problem in typed}
-        kept = {key: value for key, value in single.items() if key not in wrong}
-        sections = check_section(RunSections, {"model": {}, **kept}, "", [])
+        sound = {key: value for key, value in single.items() if key not in wrong}
+        sections = check_section(RunSections, {"model": {}, **sound}, "", [])
     if sections is not None:
         if sections.ledger and "ledger" in hooks:
-            what = "cannot be combined with hooks.ledger; set only one of them"
-            problems.append(Problem("ledger", what))
+            message = "cannot be combined with hooks.ledger; set only one of them"
+            problems.append(Problem("ledger", message))
         sections = replace(
             sections,
             hooks={**hooks, **_ledger_hook(sections.ledger)},
@@ -198,8 +205,8 @@ def model_problems(config: Config) -> list[Problem]:
     Failed imports are only reported if the model has problems.
     """
     failed = import_problems(config)
-    found = check_component(config.to_dict().get("model"), MODELS, "model")
-    return [*failed, *_located(found, config)] if found else []
+    problems = check_component(config.to_dict().get("model"), MODELS, "model")
+    return [*failed, *_located(problems, config)] if problems else []
 
 
 def _section_of(problem: Problem) -> str:
@@ -211,10 +218,10 @@ def _with_implied(values: Mapping[str, Any]) -> dict[str, Any]:
     full = {key: value for key, value in values.items() if value is not None}
     data = full.get("data")
     for key, kind in _IMPLIED_TYPES.items():
-        wanted = isinstance(data, dict) and data.get(key) is not None
-        given = full.get(key, {} if wanted else None)
-        if isinstance(given, dict):
-            full[key] = with_type(given, kind)
+        has_data = isinstance(data, dict) and data.get(key) is not None
+        section = full.get(key, {} if has_data else None)
+        if isinstance(section, dict):
+            full[key] = with_type(section, kind)
     if isinstance(full.get("adapter"), dict):
         full["adapter"] = with_type(full["adapter"], _ADAPTER)
     optim_wrapper = full.get("optim_wrapper", {})
@@ -233,21 +240,21 @@ def _hooks(given: Any, problems: list[Problem]) -> dict[str, Component]:
         )
         problems.append(Problem("hooks", message))
         return {}
-    wanted: dict[str, Any] = {**dict.fromkeys(DEFAULT_HOOKS, True), **(given or {})}
+    settings_by_name: dict[str, Any] = {**dict.fromkeys(DEFAULT_HOOKS, True), **(given or {})}
     hooks: dict[str, Component] = {}
-    for name, settings in wanted.items():
+    for name, settings in settings_by_name.items():
         if settings is False:
             continue
         options = {} if settings is True or settings is None else settings
         if not isinstance(options, dict):
-            what = f"must be true, false or the hook's settings, got {shown_value(settings)}"
-            problems.append(Problem(f"hooks.{name}", what))
+            message = f"must be true, false or the hook's settings, got {shown_value(settings)}"
+            problems.append(Problem(f"hooks.{name}", message))
         elif (misspelt := type_problem(options, f"hooks.{name}")) is not None:
             problems.append(misspelt)
         elif "type" not in options and name not in HOOK_TYPES:
             hint = did_you_mean(name, HOOK_TYPES)
-            what = f"needs a type; only {', '.join(HOOK_TYPES)} have a default{hint}"
-            problems.append(Problem(f"hooks.{name}", what))
+            message = f"needs a type; only {', '.join(HOOK_TYPES)} have a default{hint}"
+            problems.append(Problem(f"hooks.{name}", message))
         else:
             hooks[name] = {"type": HOOK_TYPES.get(name), **options}
     return hooks
@@ -284,14 +291,14 @@ def _ledger_hook(section: LedgerSection | bool) -> dict[str, Component]:
     return {"ledger": {"type": HOOK_TYPES["ledger"], **settings}}
 
 
-def _schedulers(given: Any, problems: list[Problem]) -> dict[str, SchedulerSection]:
+def _schedulers(schedulers_setting: Any, problems: list[Problem]) -> dict[str, SchedulerSection]:
     """Return the schedulers by their key paths."""
-    if given is None:
+    if schedulers_setting is None:
         return {}
-    entries = {"schedulers": given}
-    if isinstance(given, list):
-        entries = {f"schedulers.{at}": entry for at, entry in enumerate(given)}
-    found: dict[str, SchedulerSection] = {}
+    entries = {"schedulers": schedulers_setting}
+    if isinstance(schedulers_setting, list):
+        entries = {f"schedulers.{at}": entry for at, entry in enumerate(schedulers_setting)}
+    sections: dict[str, SchedulerSection] = {}
     for where, entry in entries.items():
         if not isinstance(entry, dict):
             problems.append(Problem(where, f"must be a dict with a type, got {shown_value(entry)}"))
@@ -300,15 +307,15 @@ def _schedulers(given: Any, problems: list[Problem]) -> dict[str, SchedulerSecti
         ours = {key: entry[key] for key in SCHEDULER_KEYS if key in entry}
         section = check_section(SchedulerSection, {"scheduler": scheduler, **ours}, where, problems)
         chosen = entry.get("optimizer")
-        found[where] = section or SchedulerSection(scheduler=scheduler, optimizer=chosen)
-    return found
+        sections[where] = section or SchedulerSection(scheduler=scheduler, optimizer=chosen)
+    return sections
 
 
 def _metrics(given: Any, problems: list[Problem]) -> dict[str, MetricSection]:
     if given is not None and not isinstance(given, dict):
         message = f"must be metrics by name, got {shown_value(given)}{_form_by_name(given, {})}"
         problems.append(Problem("metrics", message))
-    found: dict[str, MetricSection] = {}
+    sections: dict[str, MetricSection] = {}
     for name, entry in given.items() if isinstance(given, dict) else ():
         where = f"metrics.{name}"
         ours, metric = {}, entry
@@ -318,8 +325,8 @@ def _metrics(given: Any, problems: list[Problem]) -> dict[str, MetricSection]:
         section = None
         if isinstance(metric, dict):
             section = check_section(MetricSection, {"metric": metric, **ours}, where, problems)
-        found[name] = section or MetricSection(metric=metric)
-    return found
+        sections[name] = section or MetricSection(metric=metric)
+    return sections
 
 
 def _import_problems(config: Config, use: Callable[[str], None]) -> Iterator[Problem]:
@@ -344,7 +351,7 @@ def _modules_named(config: Config) -> list[str]:
         text
         for path, text in walk(config.to_dict())
         if isinstance(text, str)
-        and all(part.isidentifier() for part in text.split("."))
+        and all(name.isidentifier() for name in text.split("."))
         and (path[0] == "imports" or (path[-1] in _PATH_KEYS and "." in text))
     ]
 
@@ -365,9 +372,9 @@ def _checks(
     elif "adapter" in values:
         yield component_check(values["adapter"], ADAPTERS, "adapter")
     freeze = values.get("freeze")
-    for name, one in freeze.items() if isinstance(freeze, dict) else ():
+    for name, options in freeze.items() if isinstance(freeze, dict) else ():
         problems: list[Problem] = []
-        check_section(FreezeSection, {} if one is None else one, f"freeze.{name}", problems)
+        check_section(FreezeSection, {} if options is None else options, f"freeze.{name}", problems)
         yield from problems
     for name, hook in hooks.items():
         yield component_check(hook, HOOKS, f"hooks.{name}")
@@ -375,23 +382,25 @@ def _checks(
     if isinstance(step, str | dict):
         misspelt = type_problem(step, "train_step") if isinstance(step, dict) else None
         yield misspelt or partial(object_problems, find_train_step, step, "train_step")
-    for name, one in metrics.items():
-        yield component_check(one.metric, METRICS, f"metrics.{name}")
-        if one.transform is not None:
+    for name, section in metrics.items():
+        yield component_check(section.metric, METRICS, f"metrics.{name}")
+        if section.transform is not None:
             where = f"metrics.{name}.transform"
-            yield partial(object_problems, find_transform, one.transform, where)
+            yield partial(object_problems, find_transform, section.transform, where)
     yield from data_checks(values)
 
 
 def _need_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield missing sections that others need, unless a misspelt key may be meant for them."""
     data = values.get("data")
-    given = data if isinstance(data, dict) else {}
+    data_values = data if isinstance(data, dict) else {}
     meant = meant_by([key for key in values if key not in _SECTIONS], _SECTIONS)
-    meant |= {f"data.{one}" for one in meant_by([k for k in given if k not in LOADERS], LOADERS)}
+    meant |= {
+        f"data.{name}" for name in meant_by([k for k in data_values if k not in LOADERS], LOADERS)
+    }
     loops = [name for name in LOADERS if name in values]
     for name in loops:
-        if given.get(name) is None and not meant & {"data", f"data.{name}"}:
+        if data_values.get(name) is None and not meant & {"data", f"data.{name}"}:
             yield Problem(f"data.{name}", f"this setting is missing: {name} needs data")
     if "train" in values and "optimizer" not in values and "optimizer" not in meant:
         yield Problem("optimizer", "this setting is missing: train needs an optimizer")
@@ -407,13 +416,13 @@ def _metric_problems(run: RunSections) -> Iterator[Problem]:
         for key in _WATCHING
     }
     several = len(run.schedulers) > 1
-    for at, one in enumerate(run.schedulers):
+    for at, section in enumerate(run.schedulers):
         where = f"schedulers.{at}" if several else "schedulers"
-        watched[f"{where}.metric"] = one.metric
-        if one.metric is None and one.scheduler["type"] == "ReduceLROnPlateau":
-            what = "is missing: ReduceLROnPlateau watches a metric"
-            yield missing_setting(one, where, "metric", what)
-    if len({one.metric for one in run.schedulers} - {None}) > 1:
+        watched[f"{where}.metric"] = section.metric
+        if section.metric is None and section.scheduler["type"] == "ReduceLROnPlateau":
+            message = "is missing: ReduceLROnPlateau watches a metric"
+            yield missing_setting(section, where, "metric", message)
+    if len({section.metric for section in run.schedulers} - {None}) > 1:
         yield Problem("schedulers", "all that watch a metric must watch the same one")
     results = _validation_results(run)
     for where, metric in watched.items():
@@ -423,7 +432,7 @@ def _metric_problems(run: RunSections) -> Iterator[Problem]:
                 message += "; choose one of them, or add a metric that combines them"
             yield Problem(where, message)
         # A metric with several results is "name/part" in the records.
-        starts = [f"{one}/" for one in results]
+        starts = [f"{result}/" for result in results]
         if isinstance(metric, str) and not f"{metric}/".startswith(tuple(starts)):
             message = f"there is no metric {shown_value(metric)}{did_you_mean(metric, results)}"
             remedy = f"the run's metrics are: {', '.join(results)}"
@@ -437,10 +446,10 @@ def _validation_results(run: RunSections) -> list[str]:
     """Return the names of the validation's metrics, such as "accuracy" or "noisy/accuracy"."""
     sets = [*run.data.sets_of("val")] or [""]
     return [
-        f"{one}/{name}".removeprefix("/")
-        for one in sets
+        f"{set_name}/{name}".removeprefix("/")
+        for set_name in sets
         for name, metric in run.metrics.items()
-        if metric.sets is None or one in metric.sets
+        if metric.sets is None or set_name in metric.sets
     ]
 
 
@@ -448,12 +457,14 @@ def _set_problems(run: RunSections) -> Iterator[Problem]:
     """Yield sets that a metric names and that do not exist."""
     paths = {**run.data.sets_of("val"), **run.data.sets_of("test")}
     names = [name for name in paths if name]
-    for metric, one in run.metrics.items():
-        for at, name in enumerate(one.sets or ()):
+    for metric, section in run.metrics.items():
+        for at, name in enumerate(section.sets or ()):
             if name not in names:
-                what = f"no set is named {shown_value(name)}{did_you_mean(name, names)}"
-                known = ", ".join(names) or "none, data.val and data.test are single sets"
-                yield Problem(f"metrics.{metric}.sets.{at}", f"{what}; the sets are: {known}")
+                message = f"no set is named {shown_value(name)}{did_you_mean(name, names)}"
+                set_names = ", ".join(names) or "none, data.val and data.test are single sets"
+                yield Problem(
+                    f"metrics.{metric}.sets.{at}", f"{message}; the sets are: {set_names}"
+                )
 
 
 def _located(problems: list[Problem], config: Config) -> list[Problem]:
@@ -485,8 +496,8 @@ def _inheritance_hint(problem: Problem, config: Config) -> str:
     if type_file == shown(config.path):
         return f"; it is inherited, `_delete_: true` next to the type ({by}) removes it"
     if type_file.startswith("override "):
-        whole = f"'{section}={{type: {config.select(kind)}}}'"
-        return f"; it is inherited, {whole} replaces the whole section and removes it"
+        override = f"'{section}={{type: {config.select(kind)}}}'"
+        return f"; it is inherited, {override} replaces the whole section and removes it"
     return ""
 
 

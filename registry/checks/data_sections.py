@@ -68,20 +68,22 @@ def without_sets(
     Problems are appended to ``problems``. Returns the other settings, and those sections with
     several sets that have no problems.
     """
-    found = sets_in(values)
+    sets_by_loader = sets_in(values)
     single = dict(values)
-    if found:
-        single["data"] = {key: one for key, one in values["data"].items() if key not in found}
+    if sets_by_loader:
+        single["data"] = {
+            key: loader for key, loader in values["data"].items() if key not in sets_by_loader
+        }
     checked = {}
-    for name, section in found.items():
+    for name, section in sets_by_loader.items():
         before = len(problems)
         named = list(_name_problems(name, section))
         problems += named
         faulty = {problem.key for problem in named}
         sets = {
-            one: _loader(loader, f"data.{name}.{one}", problems)
-            for one, loader in section.items()
-            if f"data.{name}.{one}" not in faulty
+            set_name: _loader(loader, f"data.{name}.{set_name}", problems)
+            for set_name, loader in section.items()
+            if f"data.{name}.{set_name}" not in faulty
         }
         if len(problems) == before:
             checked[name] = SetsSection(sets=sets)
@@ -102,8 +104,8 @@ def explain_loader_options(problems: list[Problem]) -> list[Problem]:
 
 def with_sets(data: DataSection, sets: Mapping[str, SetsSection]) -> DataSection:
     """Return ``data`` with the sections of several sets."""
-    val, test = sets.get("val", data.val), sets.get("test", data.test)
-    return DataSection(train=data.train, val=val, test=test)
+    val_section, test = sets.get("val", data.val), sets.get("test", data.test)
+    return DataSection(train=data.train, val=val_section, test=test)
 
 
 def _loader(value: Any, where: str, problems: list[Problem]) -> Any:
@@ -116,21 +118,25 @@ def _name_problems(name: str, section: Mapping[str, Any]) -> Iterator[Problem]:
     where = f"data.{name}"
     names = [str(key) for key, value in section.items() if _is_loader(key, value)]
     if name == "train":
-        what = f"must be a single set, got several by name ({', '.join(names)})"
-        yield Problem(where, f"{what}; only data.val and data.test can have several")
+        message = f"must be a single set, got several by name ({', '.join(names)})"
+        yield Problem(where, f"{message}; only data.val and data.test can have several")
         return
     for key, value in section.items():
         path = f"{where}.{key}"
         if key in (*_SETTINGS, "type"):
-            others = ", ".join(one for one in names if one != key) or "sets by name"
+            other_names = (
+                ", ".join(set_name for set_name in names if set_name != key) or "sets by name"
+            )
             remedy = "choose another name for the set"
             if not _is_loader(key, value):
                 remedy = f"write it into each set, or add `_delete_: true` to {where} if inherited"
-            what = f"is a setting of a single set, but {where} has several ({others}); {remedy}"
-            yield Problem(path, what)
+            message = (
+                f"is a setting of a single set, but {where} has several ({other_names}); {remedy}"
+            )
+            yield Problem(path, message)
         elif not isinstance(key, str) or "." in key or "/" in key or key == "lr":
-            what = "the name of a set must be text without '.' and '/', and not 'lr'"
-            yield Problem(path, f"{what}, got {shown_value(key)}")
+            message = "the name of a set must be text without '.' and '/', and not 'lr'"
+            yield Problem(path, f"{message}, got {shown_value(key)}")
 
 
 def data_checks(values: Mapping[str, Any]) -> Iterator[Problem | Later]:
@@ -141,8 +147,8 @@ def data_checks(values: Mapping[str, Any]) -> Iterator[Problem | Later]:
         return
     for name in LOADERS:
         if name in several:
-            for one, loader in several[name].items():
-                yield from _loader_checks(loader, f"data.{name}.{one}")
+            for set_name, loader in several[name].items():
+                yield from _loader_checks(loader, f"data.{name}.{set_name}")
         else:
             yield from _loader_checks(data.get(name), f"data.{name}")
 

@@ -21,7 +21,9 @@ def named_optimizers(optimizer: Any) -> dict[str, Any]:
     """Return the optimizers of the section by name; empty if it is a single optimizer."""
     if not isinstance(optimizer, Mapping) or "type" in optimizer:
         return {}
-    if not any(isinstance(one, Mapping) and "type" in one for one in optimizer.values()):
+    if not any(
+        isinstance(section, Mapping) and "type" in section for section in optimizer.values()
+    ):
         return {}
     return dict(optimizer)
 
@@ -71,8 +73,8 @@ def optimization_checks(
     """Yield problems that can be found without classes, and the checks that need classes."""
     optimizer = values.get("optimizer")
     names = named_optimizers(optimizer)
-    for name, one in names.items():
-        yield from _optimizer_checks(one, f"optimizer.{name}", several=True)
+    for name, settings in names.items():
+        yield from _optimizer_checks(settings, f"optimizer.{name}", several=True)
     if not names and isinstance(optimizer, Mapping):
         yield from _optimizer_checks(optimizer, "optimizer", several=False)
     optim_wrapper = values.get("optim_wrapper")
@@ -82,16 +84,16 @@ def optimization_checks(
         yield component_check(section.scheduler, PARAM_SCHEDULERS, where, ("optimizer",))
         yield from _choice_problems(section, where, names)
         if section.until is not None and section.until <= section.after:
-            what = f"must be greater than after ({section.after}), got {section.until}"
-            yield Problem(f"{where}.until", what)
+            message = f"must be greater than after ({section.after}), got {section.until}"
+            yield Problem(f"{where}.until", message)
 
 
-def missing_setting(section: SchedulerSection, where: str, name: str, what: str) -> Problem:
+def missing_setting(section: SchedulerSection, where: str, name: str, message: str) -> Problem:
     """Return the problem that a scheduler's setting is missing or misspelt."""
     for key in section.scheduler:
         if name in nearest(key, SCHEDULER_KEYS):
             return Problem(f"{where}.{key}", f"there is no such setting; did you mean {name}?")
-    return Problem(f"{where}.{name}", what)
+    return Problem(f"{where}.{name}", message)
 
 
 def _optimizer_checks(settings: Any, where: str, *, several: bool) -> Iterator[Problem | Later]:
@@ -104,13 +106,13 @@ def _optimizer_checks(settings: Any, where: str, *, several: bool) -> Iterator[P
         return
     params = settings.get("params")
     if several and "params" in settings and not (fits(params, list[str]) and params):
-        what = "must be a list of name patterns or paths of modules, got"
-        yield Problem(f"{where}.params", f"{what} {shown_value(params)}")
+        message = "must be a list of name patterns or paths of modules, got"
+        yield Problem(f"{where}.params", f"{message} {shown_value(params)}")
     if settings.get("paramwise") is not None:
         at = f"{where}.paramwise"
-        found: list[Problem] = []
-        _check_options(settings["paramwise"], at, found)
-        yield from found
+        option_problems: list[Problem] = []
+        _check_options(settings["paramwise"], at, option_problems)
+        yield from option_problems
         yield partial(_group_problems, settings, at)
 
 
@@ -124,10 +126,10 @@ def _group_problems(settings: Mapping[str, Any], where: str) -> Iterator[Problem
 def _by_name(optim_wrapper: Mapping[str, Any], names: Mapping[str, Any]) -> bool:
     if not names or "type" in optim_wrapper:
         return False
-    sections = all(isinstance(one, Mapping) for one in optim_wrapper.values())
+    sections = all(isinstance(section, Mapping) for section in optim_wrapper.values())
     # Only these settings of a wrapper may be sections.
     is_one_wrapper = not sections or {"clip_grad", "loss_weight"} & set(optim_wrapper)
-    return bool(optim_wrapper and not is_one_wrapper) or any(one in names for one in optim_wrapper)
+    return bool(optim_wrapper and not is_one_wrapper) or any(key in names for key in optim_wrapper)
 
 
 def _wrapper_checks(
@@ -154,13 +156,13 @@ def _choice_problems(
     section: SchedulerSection, where: str, names: Mapping[str, Any]
 ) -> Iterator[Problem]:
     chosen = section.optimizer
-    known = f"one of the optimizers: {one_of(list(names))}"
+    choices = f"one of the optimizers: {one_of(list(names))}"
     if names and chosen is None:
-        what = f"is missing: a scheduler steps {known}"
-        yield missing_setting(section, where, "optimizer", what)
+        message = f"is missing: a scheduler steps {choices}"
+        yield missing_setting(section, where, "optimizer", message)
     elif names and isinstance(chosen, str) and chosen not in names:
-        what = f"there is no optimizer {shown_value(chosen)}{did_you_mean(chosen, names)}"
-        yield Problem(f"{where}.optimizer", f"{what}; it must be {known}")
+        message = f"there is no optimizer {shown_value(chosen)}{did_you_mean(chosen, names)}"
+        yield Problem(f"{where}.optimizer", f"{message}; it must be {choices}")
     elif chosen is not None and not names:
         yield Problem(f"{where}.optimizer", "remove this setting: the only optimizer has no name")
 
@@ -204,15 +206,15 @@ def _check_options(values: Any, where: str, problems: list[Problem]) -> Paramwis
     for key, options in _custom_keys(values).items():
         at = f"{where}.custom_keys.{key}"
         if not isinstance(options, Mapping):
-            what = f"must be options such as lr_mult, got {shown_value(options)}"
-            problems.append(Problem(at, what))
+            message = f"must be options such as lr_mult, got {shown_value(options)}"
+            problems.append(Problem(at, message))
             continue
         ours = {name: value for name, value in options.items() if name in _OURS}
         check_section(CustomKeySection, ours, at, problems)
         for absolute, multiple in (("lr", "lr_mult"), ("weight_decay", "decay_mult")):
             if absolute in ours and multiple in ours:
-                what = f"cannot be combined with {multiple}; set only one of them"
-                problems.append(Problem(f"{at}.{absolute}", what))
+                message = f"cannot be combined with {multiple}; set only one of them"
+                problems.append(Problem(f"{at}.{absolute}", message))
     return section
 
 
@@ -224,22 +226,22 @@ def _class_problems(
     takes_any = optimizer is not None and signature_of(optimizer) is None
     takes_any = takes_any or any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    known = [*_OURS, *(name for name in named if name not in ("params", *_OURS))]
-    given = values if isinstance(values, Mapping) else {}
-    decays = [name for name in _DECAYS if given.get(name) is not None]
+    allowed = [*_OURS, *(name for name in named if name not in ("params", *_OURS))]
+    sections = values if isinstance(values, Mapping) else {}
+    decays = [name for name in _DECAYS if sections.get(name) is not None]
     for key, options in _custom_keys(values).items():
         names = options if isinstance(options, Mapping) else {}
         at = f"{where}.custom_keys.{key}"
-        own = [one for one in ("decay_mult", "weight_decay") if one in names]
-        decays += [f"custom_keys.{key}.{one}" for one in own]
-        others = {name: value for name, value in names.items() if name not in _OURS}
-        for name in [name for name in others if name not in known and not takes_any]:
+        decay_options = [option for option in ("decay_mult", "weight_decay") if option in names]
+        decays += [f"custom_keys.{key}.{option}" for option in decay_options]
+        optimizer_options = {name: value for name, value in names.items() if name not in _OURS}
+        for name in [name for name in optimizer_options if name not in allowed and not takes_any]:
             of = "" if optimizer is None else f" of {title(optimizer)}"
-            hint = did_you_mean(name, known) or f"; the options are {', '.join(known)}"
+            hint = did_you_mean(name, allowed) or f"; the options are {', '.join(allowed)}"
             yield Problem(f"{at}.{name}", f"there is no such option{of}{hint}")
-            del others[name]
+            del optimizer_options[name]
         if optimizer is not None:
-            for problem in value_problems(optimizer, others):
+            for problem in value_problems(optimizer, optimizer_options):
                 yield Problem(f"{at}.{problem.name}", problem.what)
     if optimizer is not None and not takes_any and "weight_decay" not in named:
         for name in decays:

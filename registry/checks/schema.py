@@ -97,9 +97,9 @@ class DataSection:
 
     def loader(self, path: str) -> Any:
         """Return the section of one loader: "train", "val", or a set such as "val.noisy"."""
-        name, _, one = path.partition(".")
+        name, _, set_name = path.partition(".")
         section = getattr(self, name)
-        return section.sets[one] if isinstance(section, SetsSection) else section
+        return section.sets[set_name] if isinstance(section, SetsSection) else section
 
     def sets_of(self, name: str) -> dict[str, str]:
         """Return the paths of the loaders of "val" or "test" by the names of the sets.
@@ -108,7 +108,7 @@ class DataSection:
         """
         section = getattr(self, name)
         if isinstance(section, SetsSection):
-            return {one: f"{name}.{one}" for one in section.sets}
+            return {set_name: f"{name}.{set_name}" for set_name in section.sets}
         return {} if section is None else {"": name}
 
 
@@ -366,8 +366,8 @@ class RunSections:
     @property
     def frozen_until(self) -> dict[str, int]:
         """The names in ``freeze`` that are trained later, with their last frozen update."""
-        given = self.freeze if isinstance(self.freeze, dict) else {}
-        steps = {name: (one or {}).get("until_step") for name, one in given.items()}
+        freeze = self.freeze if isinstance(self.freeze, dict) else {}
+        steps = {name: (options or {}).get("until_step") for name, options in freeze.items()}
         return {name: step for name, step in steps.items() if step is not None}
 
     @property
@@ -379,8 +379,8 @@ class RunSections:
 
 # The key paths of settings that users may put at the top of a config by mistake.
 PLACES = {
-    **{one.name: f"data.train.{one.name}" for one in fields(LoaderSection)},
-    **{one.name: f"launch.{one.name}" for one in fields(LaunchSection)},
+    **{setting.name: f"data.train.{setting.name}" for setting in fields(LoaderSection)},
+    **{setting.name: f"launch.{setting.name}" for setting in fields(LaunchSection)},
     **{name: f"hooks.{name}" for name in HOOK_TYPES},
     **{
         name: f"{section}.{name}"

@@ -100,8 +100,8 @@ def _check_value(
         also = ("type",) if any(get_origin(option) is dict for option in options) else ()
         return check_section(section, value, where, problems, also)
     if not any(fits(value, option) for option in options):
-        what = f"must be {_allowed_text(options)}, got {shown_value(value)}"
-        problems.append(Problem(where, f"{what}{_near(value, options)}"))
+        message = f"must be {_allowed_text(options)}, got {shown_value(value)}"
+        problems.append(Problem(where, f"{message}{_near(value, options)}"))
     minimum = field.metadata.get("minimum")
     if isinstance(value, int | float) and minimum is not None and value < minimum:
         problems.append(Problem(where, f"must be at least {minimum}, got {shown_value(value)}"))
@@ -128,7 +128,7 @@ def fits(value: Any, hint: Any) -> bool:
     if is_dataclass(hint):
         return False
     if get_origin(hint) is list:
-        return isinstance(value, list) and all(fits(item, get_args(hint)[0]) for item in value)
+        return isinstance(value, list) and all(fits(entry, get_args(hint)[0]) for entry in value)
     if get_origin(hint) is dict:
         return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
     return isinstance(value, hint)
@@ -168,7 +168,7 @@ def _quotes_hint(value: str, options: tuple[Any, ...]) -> str:
 
 
 def value_problems(
-    target: Callable[..., Any], given: Mapping[str, Any]
+    target: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> Iterator[ArgumentProblem]:
     """Yield arguments whose values do not fit the annotations of ``target``.
 
@@ -176,7 +176,7 @@ def value_problems(
     than their annotation says.
     """
     hints = {} if is_only_declared(target) else annotations_of(target)
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name not in hints:
             continue
         allowed, remedy = _allowed_instead(value, hints[name]), ""
@@ -217,10 +217,10 @@ def _admits_text(hint: Any) -> bool:
 
 def _allowed_instead(value: Any, hint: Any) -> str:
     """Return the values that ``hint`` allows, in words, "" if ``value`` is allowed."""
-    options = tuple(one for one in options_of(hint) if title(one) != "Tensor")
+    options = tuple(option for option in options_of(hint) if title(option) != "Tensor")
     is_scalar = value is None or isinstance(value, str | int | float)
     if is_tensor(hint):
-        has_parts = isinstance(value, list) and any(isinstance(one, Mapping) for one in value)
+        has_parts = isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value)
         is_list = isinstance(value, list) and not has_parts and not are_numbers(value)
         # Reject scalars only for "Tensor or None": an argument annotated "Tensor" may accept them.
         is_wrong = is_list or (options and is_scalar and value is not None)

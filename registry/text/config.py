@@ -38,13 +38,13 @@ class Config(Mapping[str, Any]):
         self,
         values: dict[str, Any],
         path: Path,
-        places: Mapping[str, tuple[Any, str]],
+        entries: Mapping[str, tuple[Any, str]],
         at: str = "",
     ) -> None:
         self._values = values
         self.path = path
         # Values and origins by dotted path in the whole config; `at` is this section's path.
-        self._places = places
+        self._places = entries
         self._at = at
 
     def __getitem__(self, key: str) -> Any:
@@ -97,7 +97,9 @@ class Config(Mapping[str, Any]):
         if isinstance(value, dict):
             return Config(value, self.path, self._places, at)
         if isinstance(value, list):
-            return [self._wrapped(item, f"{at}.{position}") for position, item in enumerate(value)]
+            return [
+                self._wrapped(entry, f"{at}.{position}") for position, entry in enumerate(value)
+            ]
         return value
 
 
@@ -174,9 +176,9 @@ def format_config(cfg: Mapping[str, Any], origins: bool = False) -> str:
         value, origin = cfg._places[path]
         if value in ({}, []) or not isinstance(value, dict | list):
             # A text may have several lines.
-            last = following[start] - 2
-            row = f"{rows[last][:-1]:<{width}}  # {' '.join(origin.split())}"
-            rows[last] = row.rstrip(" #") + "\n"
+            row_number = following[start] - 2
+            row = f"{rows[row_number][:-1]:<{width}}  # {' '.join(origin.split())}"
+            rows[row_number] = row.rstrip(" #") + "\n"
     return "".join(rows)
 
 
@@ -229,22 +231,22 @@ def _apply(values: dict[str, Any], origins: dict[str, str], text: str) -> None:
         value, own_origins = parse(value_text, origin, numbered=False, at=path)
     except ConfigError as error:
         why = error.problems[0].what.removeprefix("not valid YAML: ").partition(" (")[0]
-        what = (
+        message = (
             f"the value {shortened(value_text)} is not valid YAML: {why}; "
             f"if it is text, put it in quotes: '{shortened(dotted)}=\"{shortened(value_text)}\"'"
         )
-        raise ConfigError([Problem(dotted, what, origin)]) from error
+        raise ConfigError([Problem(dotted, message, origin)]) from error
     for stale in [key for key in origins if key.startswith(f"{dotted}.")]:
         del origins[stale]
     origins.update(own_origins)
     section: Any = values
     for at in range(len(path) - 1):
-        place = _place(section, path, at, origins)
-        present = section.get(place) if isinstance(section, dict) else section[place]
+        name = _place(section, path, at, origins)
+        present = section.get(name) if isinstance(section, dict) else section[name]
         if present is None:
-            section[place] = {}
+            section[name] = {}
             origins[".".join(path[: at + 1])] = origin
-        section = section[place]
+        section = section[name]
     section[_place(section, path, len(path) - 1, origins)] = merge(None, value)
 
 
@@ -256,26 +258,26 @@ def _place(section: Any, path: tuple[str, ...], at: int, origins: Mapping[str, s
     if not isinstance(section, list):
         above = ".".join(path[:at])
         value = shortened(section) if isinstance(section, str) else shown_value(section)
-        what = f"{shortened(above)} is {value} ({origins[above]}), it has no {shortened(key)}"
+        message = f"{shortened(above)} is {value} ({origins[above]}), it has no {shortened(key)}"
     elif key.isdecimal() and int(key) < len(section):
         return int(key)
     else:
-        what = f"the list has {len(section)} items, counted from 0, got {shortened(key)}"
-    raise ConfigError([Problem(dotted, what, origins[dotted])])
+        message = f"the list has {len(section)} items, counted from 0, got {shortened(key)}"
+    raise ConfigError([Problem(dotted, message, origins[dotted])])
 
 
 def _split(text: str) -> tuple[tuple[str, ...], str]:
     key, equals, value = text.partition("=")
     path = tuple(key.split("."))
-    what = ""
+    message = ""
     if not equals:
-        what = "an override must read key.path=value, without spaces around ="
+        message = "an override must read key.path=value, without spaces around ="
     elif any(quote in key for quote in "'\"`"):
-        what = f"the key {shortened(key)} must not be in quotes, only the value may be"
-    elif not all(part and part == part.strip() for part in path):
-        what = f"{shown_value(key)} is not a key path such as optimizer.lr"
+        message = f"the key {shortened(key)} must not be in quotes, only the value may be"
+    elif not all(name and name == name.strip() for name in path):
+        message = f"{shown_value(key)} is not a key path such as optimizer.lr"
     elif len(path) > MAX_DEPTH:
-        what = f"{shown_value(key)} is {TOO_DEEP}"
-    if what:
-        raise ConfigError([Problem("", what, _OVERRIDE + text)])
+        message = f"{shown_value(key)} is {TOO_DEEP}"
+    if message:
+        raise ConfigError([Problem("", message, _OVERRIDE + text)])
     return path, value

@@ -56,7 +56,7 @@ _MAX_CHAIN = 50
 
 def shipped_configs() -> dict[str, Path]:
     """Map the names of the shipped configs to their files."""
-    return {one.stem: one for one in _sources_in(_SHIPPED) if one.suffix != ".py"}
+    return {source.stem: source for source in _sources_in(_SHIPPED) if source.suffix != ".py"}
 
 
 def find_config(name: str | os.PathLike[str], folder: Path, origin: str = "") -> Path:
@@ -75,19 +75,19 @@ def find_config(name: str | os.PathLike[str], folder: Path, origin: str = "") ->
         # The folder of a run has its settings.
         return path / "config.yaml"
     if os.path.isdir(path):
-        what = f"{name} is a folder, not a config file"
+        message = f"{name} is a folder, not a config file"
     else:
         # Only stems are compared: equal suffixes would make all names similar.
         by_stem = {stem: stem for stem in shipped}
         by_stem |= {other.stem: other.name for other in _sources_in(path.parent)}
-        runs = [one.parent.name for one in path.parent.glob("*/config.yaml")]
+        runs = [run.parent.name for run in path.parent.glob("*/config.yaml")]
         by_stem |= {run: str(Path(name).with_name(run)) for run in sorted(runs)}
         near = [by_stem[stem] for stem in nearest(path.stem, by_stem)]
         hint = f"; did you mean {one_of(near)}?" if near else ""
         if not hint and not path.suffix and shipped:
             hint = f"; shipped configs: {', '.join(shipped)}"
-        what = f"the config file {shortened(str(name))} does not exist{hint}"
-    raise ConfigError([Problem("", what, origin)])
+        message = f"the config file {shortened(str(name))} does not exist{hint}"
+    raise ConfigError([Problem("", message, origin)])
 
 
 class _File(NamedTuple):
@@ -178,15 +178,15 @@ def _parent(name: Any, origin: str, chain: tuple[Path, ...]) -> Path:
     if isinstance(name, str):
         parent = find_config(name, chain[-1].parent, origin)
         if Path(os.path.abspath(parent)) in chain:
-            loop = " -> ".join(shown(one) for one in (*chain, parent))
-            what = f"the files include each other: {loop}"
+            loop = " -> ".join(shown(file) for file in (*chain, parent))
+            message = f"the files include each other: {loop}"
         elif len(chain) > _MAX_CHAIN:
-            what = f"more than {_MAX_CHAIN} files are nested"
+            message = f"more than {_MAX_CHAIN} files are nested"
         else:
             return parent
     else:
-        what = f"must be a file or a list of files, got {shown_value(name)}"
-    raise ConfigError([Problem(BASE, what, origin)])
+        message = f"must be a file or a list of files, got {shown_value(name)}"
+    raise ConfigError([Problem(BASE, message, origin)])
 
 
 def _read_yaml(path: Path) -> tuple[Any, dict[str, str]]:
@@ -226,8 +226,8 @@ def _line_in(path: Path, error: BaseException) -> str:
     return f":{lines[-1]}" if lines else ""
 
 
-def _error(path: Path, what: str, line: str = "") -> ConfigError:
-    return ConfigError([Problem("", what, shown(path) + line)])
+def _error(path: Path, message: str, line: str = "") -> ConfigError:
+    return ConfigError([Problem("", message, shown(path) + line)])
 
 
 def _sources_in(folder: Path) -> list[Path]:
@@ -240,8 +240,8 @@ class _Loader(yaml.SafeLoader):
     """Reads plain scalars like PyYAML, but 1e-3 is a number (YAML 1.2) and a date is text."""
 
     yaml_implicit_resolvers = {
-        first: [rule for rule in rules if rule[0] not in (_TAG + "float", _TAG + "timestamp")]
-        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        character: [rule for rule in rules if rule[0] not in (_TAG + "float", _TAG + "timestamp")]
+        for character, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
@@ -290,8 +290,8 @@ class _Reader:
             return None if top is None else self._value(top, at, ())
         except yaml.reader.ReaderError as error:
             line = self._text.count("\n", 0, int(error.position))
-            what = f"the character {chr(error.character)!r} is not allowed"
-            raise self._error(line, what) from error
+            message = f"the character {chr(error.character)!r} is not allowed"
+            raise self._error(line, message) from error
         except yaml.MarkedYAMLError as error:
             line, message = explain(error, self._text)
             raise self._error(line, f"not valid YAML: {message}") from error
@@ -301,8 +301,8 @@ class _Reader:
     def _origin(self, line: int) -> str:
         return f"{self._source}:{line + 1}" if self._numbered else self._source
 
-    def _error(self, line: int, what: str, key: str = "") -> ConfigError:
-        return ConfigError([Problem(key, what, self._origin(line))])
+    def _error(self, line: int, message: str, key: str = "") -> ConfigError:
+        return ConfigError([Problem(key, message, self._origin(line))])
 
     def _value(self, node: Any, at: str, above: tuple[int, ...]) -> Any:
         line = node.start_mark.line
@@ -313,14 +313,16 @@ class _Reader:
         self._repeated += id(node) in self._seen
         self._seen.add(id(node))
         if self._repeated > MAX_REPEATED:
-            what = f"aliases of aliases that repeat more than {MAX_REPEATED:,} values"
-            raise self._error(line, what)
+            message = f"aliases of aliases that repeat more than {MAX_REPEATED:,} values"
+            raise self._error(line, message)
         above = (*above, id(node))
         if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
             return self._mapping(node, at, above)
         if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
-            items = enumerate(node.value)
-            return [self._child(one, i, at, one.start_mark.line, above) for i, one in items]
+            numbered = enumerate(node.value)
+            return [
+                self._child(child, i, at, child.start_mark.line, above) for i, child in numbered
+            ]
         return self._scalar(node)
 
     def _child(self, node: Any, key: object, at: str, line: int, above: tuple[int, ...]) -> Any:
@@ -340,8 +342,8 @@ class _Reader:
             if not at and key == "":
                 raise self._error(line, "a setting needs a name")
             if str(key) in lines:
-                first = lines[str(key)] + 1
-                raise self._error(line, f"this key is already set in line {first}", str(key))
+                first_line = lines[str(key)] + 1
+                raise self._error(line, f"this key is already set in line {first_line}", str(key))
             lines[str(key)] = line
             keys.append((key, value))
         # Read these values after the merged sections, whose origins they replace.
@@ -351,24 +353,24 @@ class _Reader:
 
     def _merged(self, node: Any, at: str, above: tuple[int, ...]) -> dict[str | int, Any]:
         """Return the settings of the sections of a ``<<``; the first section takes precedence."""
-        found: dict[str | int, Any] = {}
+        settings: dict[str | int, Any] = {}
         for source in node.value[::-1] if isinstance(node, yaml.SequenceNode) else [node]:
             values = self._value(source, at, above)
             if not isinstance(values, dict):
-                what = "`<<` takes a section, or a list of sections, by alias"
-                raise self._error(source.start_mark.line, what)
-            found |= values
-        return found
+                message = "`<<` takes a section, or a list of sections, by alias"
+                raise self._error(source.start_mark.line, message)
+            settings |= values
+        return settings
 
     def _key(self, node: Any) -> str | int:
         key = self._scalar(node)
         line = node.start_mark.line
         if isinstance(key, bool) or not isinstance(key, str | int):
-            what = f"a key must be text or a whole number, got {key!r}; put it in quotes"
-            raise self._error(line, what)
+            message = f"a key must be text or a whole number, got {key!r}; put it in quotes"
+            raise self._error(line, message)
         if len(node.value) > _MAX_KEY:
-            what = f"a key of {len(node.value):,} characters; at most {_MAX_KEY:,} are allowed"
-            raise self._error(line, what)
+            message = f"a key of {len(node.value):,} characters; at most {_MAX_KEY:,} are allowed"
+            raise self._error(line, message)
         return key
 
     def _scalar(self, node: Any) -> Any:
@@ -383,5 +385,5 @@ class _Reader:
             node.value.encode()
             return self._loader.construct_object(node)
         except (ValueError, KeyError) as error:
-            what = f"not valid YAML: {shown_value(node.value)} is not a value"
-            raise self._error(line, what) from error
+            message = f"not valid YAML: {shown_value(node.value)} is not a value"
+            raise self._error(line, message) from error

@@ -38,7 +38,7 @@ _MAX_HINTS = 20
 
 def dotted(path: Sequence[str | int]) -> str:
     """Return "a.list.0.x"."""
-    return ".".join(str(part) for part in path)
+    return ".".join(str(key) for key in path)
 
 
 def below(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -68,12 +68,14 @@ def merge(base: Any, over: Any) -> Any:
     """
     # Not OmegaConf.merge, which evaluates interpolations, however long they become.
     if isinstance(over, list):
-        return [merge(None, item) for item in over]
+        return [merge(None, entry) for entry in over]
     if not isinstance(over, dict):
         return over
-    kept = base if isinstance(base, dict) and over.get(DELETE) is not True else {}
-    own = {key: merge(kept.get(key), one) for key, one in over.items() if key != DELETE}
-    return {**kept, **own}
+    inherited = base if isinstance(base, dict) and over.get(DELETE) is not True else {}
+    changed = {
+        key: merge(inherited.get(key), value) for key, value in over.items() if key != DELETE
+    }
+    return {**inherited, **changed}
 
 
 def remaining_origins(origins: Mapping[str, str], over: Mapping[Any, Any]) -> dict[str, str]:
@@ -104,9 +106,9 @@ def plain(value: Any, path: KeyPath = ()) -> Any:
                 raise TypeError(f"{dotted((*path, key))}: a key must be a str or int, got {key!r}")
             if not path and key == "":
                 raise TypeError("a setting needs a name, got one with an empty key")
-        return {key: plain(one, (*path, key)) for key, one in value.items()}
+        return {key: plain(entry, (*path, key)) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item, (*path, at)) for at, item in enumerate(value)]
+        return [plain(entry, (*path, at)) for at, entry in enumerate(value)]
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, Path):
@@ -122,8 +124,8 @@ def plain(value: Any, path: KeyPath = ()) -> Any:
 
 def refuse_file_keys(values: dict[str, Any], origins: Mapping[str, str]) -> None:
     """Raise ConfigError for keys that are only allowed in files."""
-    places = (path for path, _ in walk(values) if path)
-    _raise({path: _IN_FILES[path[-1]] for path in places if path[-1] in _IN_FILES}, origins)
+    paths = (path for path, _ in walk(values) if path)
+    _raise({path: _IN_FILES[path[-1]] for path in paths if path[-1] in _IN_FILES}, origins)
 
 
 def resolve(values: dict[str, Any], origins: Mapping[str, str]) -> None:
@@ -132,7 +134,7 @@ def resolve(values: dict[str, Any], origins: Mapping[str, str]) -> None:
     Raises:
         ConfigError: a value cannot be resolved, or is ``???``.
     """
-    texts = {path: one for path, one in walk(values) if isinstance(one, str)}
+    texts = {path: text for path, text in walk(values) if isinstance(text, str)}
     waiting = {path: text for path, text in texts.items() if _OPEN in text}
     faults = {text: _fault(text) for text in set(waiting.values())}
     wrong = {
@@ -154,28 +156,30 @@ def resolve(values: dict[str, Any], origins: Mapping[str, str]) -> None:
     _raise(wrong, origins)
     for (*above, key), value in resolved.items():
         section: Any = values
-        for part in above:
-            section = section[part]
+        for key_above in above:
+            section = section[key_above]
         section[key] = value
 
 
 def _raise(wrong: Mapping[KeyPath, str], origins: Mapping[str, str]) -> None:
     if wrong:
-        named = [(dotted(path), what) for path, what in wrong.items()]
-        raise ConfigError([Problem(path, what, origins.get(path, "")) for path, what in named])
+        named = [(dotted(path), message) for path, message in wrong.items()]
+        raise ConfigError(
+            [Problem(path, message, origins.get(path, "")) for path, message in named]
+        )
 
 
 def escaped(value: Any) -> Any:
     """Return settings that resolve to ``value`` itself."""
     if isinstance(value, dict):
-        return {key: escaped(one) for key, one in value.items()}
+        return {key: escaped(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [escaped(item) for item in value]
+        return [escaped(entry) for entry in value]
     if not isinstance(value, str) or _OPEN not in value:
         return value
     # Backslashes before a `${` would escape it, so they are doubled.
-    *pieces, last = value.split(_OPEN)
-    return "".join(re.sub(r"\\+$", lambda end: end[0] * 2, one) + "\\${" for one in pieces) + last
+    *heads, tail = value.split(_OPEN)
+    return "".join(re.sub(r"\\+$", lambda end: end[0] * 2, head) + "\\${" for head in heads) + tail
 
 
 def _fault(text: str) -> str:
@@ -221,7 +225,7 @@ class _Expansion:
         if id(value) not in self._sizes:
             # Ends the recursion if a value refers to itself, which OmegaConf reports.
             self._sizes[id(value)] = 0
-            inner = [one for _, one in below(value)]
+            inner = [child for _, child in below(value)]
             if isinstance(value, str):
                 named = _REFERENCE.findall(value)
                 inner = [self._places[name] for name in named if name in self._places]

@@ -47,13 +47,19 @@ def served_immediately(func: F) -> F:
 
 
 def call_sync(
-    to: str, func: Func, args: Any = (), kwargs: Any = None, timeout: float = -1, *, what: str = ""
+    to: str,
+    func: Func,
+    args: Any = (),
+    kwargs: Any = None,
+    timeout: float = -1,
+    *,
+    description: str = "",
 ) -> Any:
     """Call ``func`` on the process ``to`` and return its result, or raise its exception.
 
-    ``what`` is the name of the call in errors of the transport; default: the function's name.
+    ``description`` names the call in errors of the transport; default: the function's name.
     """
-    sent, lost = _send(to, func, args, kwargs, timeout, what)
+    sent, lost = _send(to, func, args, kwargs, timeout, description)
     try:
         answer = sent.wait()
     except RuntimeError as error:
@@ -62,10 +68,16 @@ def call_sync(
 
 
 def call_async(
-    to: str, func: Func, args: Any = (), kwargs: Any = None, timeout: float = -1, *, what: str = ""
+    to: str,
+    func: Func,
+    args: Any = (),
+    kwargs: Any = None,
+    timeout: float = -1,
+    *,
+    description: str = "",
 ) -> Future[Any]:
     """Call like ``call_sync``, but return a future; its ``wait()`` returns the result or raises."""
-    sent, lost = _send(to, func, args, kwargs, timeout, what)
+    sent, lost = _send(to, func, args, kwargs, timeout, description)
     result: Future[Any] = Future(devices=devices())
 
     def finish(done: Future[Answer]) -> None:
@@ -84,7 +96,7 @@ def call_async(
 
 
 def _send(
-    to: str, func: Func, args: Any, kwargs: Any, timeout: float, what: str
+    to: str, func: Func, args: Any, kwargs: Any, timeout: float, description: str
 ) -> tuple[Future[Answer], Callable[[RuntimeError], RpcError]]:
     """Return a future of the answer, and a function that converts errors of the transport."""
     timeout = checked_timeout(timeout)
@@ -95,7 +107,7 @@ def _send(
         if not _TIME_OUT.search(str(error)):
             # Not after a time-out, because the message may have arrived or may still arrive.
             release_unsent(message)
-        return transport_error(error, to, what or func)
+        return transport_error(error, to, description or func)
 
     try:
         return rpc.rpc_async(to, entry, args=(message,), timeout=timeout), lost
@@ -273,10 +285,10 @@ def describe_call(func: Func) -> str:
 
 def transport_error(error: RuntimeError, to: str, func: Func | str) -> RpcError:
     """Return an RpcError for torch's error about a message to the process ``to``."""
-    what = func if isinstance(func, str) else describe_call(func)
+    description = func if isinstance(func, str) else describe_call(func)
     late = _TIME_OUT.search(str(error))
     if late:
-        return RpcError(f"{to!r} has not answered {what} within {int(late[1]) / 1000:g} s")
+        return RpcError(f"{to!r} has not answered {description} within {int(late[1]) / 1000:g} s")
     said = str(error).lower()
     text = next(text for words, text in _TEXTS.items() if any(word in said for word in words))
-    return RpcError(text.format(what=what, to=to, error=error))
+    return RpcError(text.format(what=description, to=to, error=error))

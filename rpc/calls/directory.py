@@ -54,21 +54,21 @@ class Directory:
         self._count = 0
         self._lock = threading.Lock()
 
-    def add(self, place: Place, holder: str) -> bool:
+    def add(self, address: Place, holder: str) -> bool:
         """Record the holder of a key; return False if another process has the key."""
         with self._lock:
             if holder not in self._living:
                 raise RpcError(f"{holder!r} is considered dead")
             # The same holder may ask again if the first answer was lost.
-            return self._holders.setdefault(place, holder) == holder
+            return self._holders.setdefault(address, holder) == holder
 
-    def remove(self, place: Place, holder: str) -> bool:
+    def remove(self, address: Place, holder: str) -> bool:
         """Delete a key; return False if ``holder`` does not hold it."""
         with self._lock:
-            return self._holders.get(place) == holder and bool(self._holders.pop(place))
+            return self._holders.get(address) == holder and bool(self._holders.pop(address))
 
-    def find(self, place: Place) -> str | None:
-        return self._holders.get(place)
+    def find(self, address: Place) -> str | None:
+        return self._holders.get(address)
 
     def hint(self, kind: Kind, group: str, key: Hashable) -> str:
         """Return a suggestion for the error about a missing key, or ""."""
@@ -76,7 +76,7 @@ class Directory:
         with self._lock:
             if (other, group, key) in self._holders:
                 return f"; it is the key of a {other}"
-            keys = [one for *table, one in self._holders if table == [kind, group]]
+            keys = [candidate for *table, candidate in self._holders if table == [kind, group]]
         return did_you_mean(key, keys)
 
     def withdraw(self, group: str, generation: int, holder: str) -> None:
@@ -99,7 +99,7 @@ class Directory:
         _answer(ended)
 
     def meet(
-        self, place: Hashable, name: str, members: tuple[str, ...], token: str, needs_all: bool
+        self, meeting: Hashable, name: str, members: tuple[str, ...], token: str, needs_all: bool
     ) -> Future[MeetingResult]:
         """Arrive at a place; the future completes when all living members have arrived.
 
@@ -113,26 +113,30 @@ class Directory:
                 # The member has given up before its arrival was served, and does not read this.
                 arrival.set_result(MeetingResult(0, []))
                 return arrival
-            here = (one for one in self._rounds if one.place == place and name not in one.arrived)
-            found = next(here, None)
-            if found is None:
-                found = _Round(place, members, needs_all)
-                self._rounds.append(found)
-            others = _list(found.arrived)
-            found.arrived[name] = token, arrival
-            found.gave_up.discard(name)
+            open_rounds = (
+                round_
+                for round_ in self._rounds
+                if round_.place == meeting and name not in round_.arrived
+            )
+            current = next(open_rounds, None)
+            if current is None:
+                current = _Round(meeting, members, needs_all)
+                self._rounds.append(current)
+            earlier = _list(current.arrived)
+            current.arrived[name] = token, arrival
+            current.gave_up.discard(name)
             ended: list[_Ended] = []
-            if set(found.members) != set(members):
-                self._rounds.remove(found)
-                text = f"{others} gave the members {_list(found.members)}"
+            if set(current.members) != set(members):
+                self._rounds.remove(current)
+                text = f"{earlier} gave the members {_list(current.members)}"
                 error = ValueError(f"{name!r} gave the members {_list(members)}, but {text}")
-                ended = [self._end(*one, error) for one in found.arrived.values()]
+                ended = [self._end(*arrivals, error) for arrivals in current.arrived.values()]
             ended += self._take_complete()
         _answer(ended)
         return arrival
 
     def give_up(
-        self, place: Hashable, name: str, members: tuple[str, ...], token: str
+        self, meeting: Hashable, name: str, members: tuple[str, ...], token: str
     ) -> MissingMembers | MeetingResult | Exception:
         """Stop waiting at a place; return the result or error if the meeting has just ended.
 
@@ -141,21 +145,29 @@ class Directory:
         with self._lock:
             if token in self._over:
                 return self._over[token]
-            here = (one for one in self._rounds if one.arrived.get(name, ("",))[0] == token)
-            found = next(here, None)
-            if found is None:
-                here = (o for o in self._rounds if o.place == place and name not in o.arrived)
-                arrived = next(here, _Round(place, members, False)).arrived
-                absent = [one for one in members if one not in arrived and one != name]
+            open_rounds = (
+                round_ for round_ in self._rounds if round_.arrived.get(name, ("",))[0] == token
+            )
+            current = next(open_rounds, None)
+            if current is None:
+                open_rounds = (
+                    o for o in self._rounds if o.place == meeting and name not in o.arrived
+                )
+                arrived = next(open_rounds, _Round(meeting, members, False)).arrived
+                absent = [member for member in members if member not in arrived and member != name]
                 late = MissingMembers(absent or [name], "not arrived")
                 self._remember(token, late)
                 return late
-            _, arrival = found.arrived.pop(name)
-            absent = [one for one in found.members if one not in found.arrived and one != name]
-            missing = [one for one in absent if one not in found.gave_up]
-            found.gave_up.add(name)
-            if not found.arrived:
-                self._rounds.remove(found)
+            _, arrival = current.arrived.pop(name)
+            absent = [
+                member
+                for member in current.members
+                if member not in current.arrived and member != name
+            ]
+            missing = [member for member in absent if member not in current.gave_up]
+            current.gave_up.add(name)
+            if not current.arrived:
+                self._rounds.remove(current)
         # The result is not read, but the transport cannot end before every call is answered.
         arrival.set_result(MeetingResult(0, []))
         return (
@@ -166,29 +178,35 @@ class Directory:
 
     def _forget(self, holder: str, group: str | None = None) -> None:
         """Delete the keys of a process in one group or in all."""
-        for place, name in list(self._holders.items()):
-            if name == holder and group in (None, place[1]):
-                del self._holders[place]
+        for address, name in list(self._holders.items()):
+            if name == holder and group in (None, address[1]):
+                del self._holders[address]
 
     def _take_arrivals(
-        self, name: str, error: Exception, place: Hashable | None = None
+        self, name: str, error: Exception, meeting: Hashable | None = None
     ) -> list[_Ended]:
         """Remove a member's arrivals at one place or everywhere; return their futures and error."""
-        rounds = [one for one in self._rounds if name in one.arrived and place in (None, one.place)]
-        return [self._end(*one.arrived.pop(name), error) for one in rounds]
+        rounds = [
+            round_
+            for round_ in self._rounds
+            if name in round_.arrived and meeting in (None, round_.place)
+        ]
+        return [self._end(*round_.arrived.pop(name), error) for round_ in rounds]
 
     def _take_complete(self) -> list[_Ended]:
         """Remove the complete rounds; return their futures and results."""
         ended: list[_Ended] = []
-        for one in list(self._rounds):
-            gone = [name for name in one.members if name not in self._living]
-            is_over = one.needs_all and bool(gone)
-            if not is_over and any(n not in one.arrived and n not in gone for n in one.members):
+        for round_ in list(self._rounds):
+            gone = [name for name in round_.members if name not in self._living]
+            is_over = round_.needs_all and bool(gone)
+            if not is_over and any(
+                n not in round_.arrived and n not in gone for n in round_.members
+            ):
                 continue
-            self._rounds.remove(one)
+            self._rounds.remove(round_)
             self._count += 1
             met = MeetingResult(self._count, gone)
-            ended += [self._end(*arrived, met) for arrived in one.arrived.values()]
+            ended += [self._end(*arrived, met) for arrived in round_.arrived.values()]
         return ended
 
     def _end(
@@ -236,10 +254,10 @@ def _list(names: Iterable[str]) -> str:
     return ", ".join(map(repr, sorted(names)))
 
 
-def did_you_mean(name: object, known: Iterable[object]) -> str:
+def did_you_mean(name: object, candidates: Iterable[object]) -> str:
     """Return "; did you mean 'x'?" with the nearest known name, or "" if none is similar."""
     if not isinstance(name, str):
         return ""
-    names = [one for one in known if isinstance(one, str)]
+    names = [candidate for candidate in candidates if isinstance(candidate, str)]
     near = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

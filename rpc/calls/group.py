@@ -129,12 +129,12 @@ class RpcGroup:
         self, key: Hashable, args: Args = (), kwargs: Kwargs = None, timeout: float = -1
     ) -> Any:
         """Call a registered service on its holder; return its result or raise its exception."""
-        known = self._holders.get(key)
-        if known is not None:
-            given = self.group_name, key, tuple(args), dict(kwargs or {})
+        holder = self._holders.get(key)
+        if holder is not None:
+            call_args = self.group_name, key, tuple(args), dict(kwargs or {})
             try:
                 answer = _calls.call_sync(
-                    known, _call_if_local, given, None, timeout, what=f"{key}()"
+                    holder, _call_if_local, call_args, None, timeout, description=f"{key}()"
                 )
             except RpcError:
                 self._holders.pop(key, None)
@@ -160,10 +160,10 @@ class RpcGroup:
     def barrier(self, timeout: float = -1) -> None:
         """Wait until every member has called this."""
         node = self._member_node()
-        what = f"barrier of group {self.group_name!r}"
+        description = f"barrier of group {self.group_name!r}"
         limit = node.rpc_timeout if timeout == -1 else timeout
-        place = barrier_place(self.group_name, self.generation)
-        node.meet(place, tuple(self.group_members), what, limit)
+        meeting = barrier_place(self.group_name, self.generation)
+        node.meet(meeting, tuple(self.group_members), description, limit)
 
     def destroy(self) -> None:
         """Leave the group and withdraw this process's keys, without waiting for others.
@@ -179,8 +179,8 @@ class RpcGroup:
             if node.groups.get(self.group_name) is not self:
                 return
             del node.groups[self.group_name]
-            for place in [place for place in node.offers if place[1] == self.group_name]:
-                del node.offers[place]
+            for address in [address for address in node.offers if address[1] == self.group_name]:
+                del node.offers[address]
         node.withdraw(self.group_name, self.generation)
 
     def size(self) -> int:
@@ -233,25 +233,25 @@ class RpcGroup:
         return node
 
     def _offer(self, kind: Kind, key: Hashable, value: Any) -> None:
-        node, place = self._member_node(), (kind, self.group_name, key)
+        node, address = self._member_node(), (kind, self.group_name, key)
         with node.lock:
-            if place in node.offers:
+            if address in node.offers:
                 raise _key_error(self.group_name, kind, key, f"already {_STATES[kind]}")
             # Store it before the manager publishes it, so that no call arrives too early.
-            node.offers[place] = value
+            node.offers[address] = value
         is_added = False
         try:
-            is_added = node.ask("add", place, node.name)
+            is_added = node.ask("add", address, node.name)
         finally:
             if not is_added:
-                node.offers.pop(place, None)
+                node.offers.pop(address, None)
         if not is_added:
             raise _key_error(self.group_name, kind, key, f"already {_STATES[kind]}")
 
     def _withdraw(self, kind: Kind, key: Hashable) -> None:
-        node, place = self._member_node(), (kind, self.group_name, key)
-        is_removed = place in node.offers and node.ask("remove", place, node.name)
-        node.offers.pop(place, None)
+        node, address = self._member_node(), (kind, self.group_name, key)
+        is_removed = address in node.offers and node.ask("remove", address, node.name)
+        node.offers.pop(address, None)
         if not is_removed:
             raise _key_error(self.group_name, kind, key, f"not {_STATES[kind]}")
 
@@ -271,8 +271,8 @@ class RpcGroup:
     ) -> Any:
         self._holders.pop(key, None)
         holder = self._holders[key] = self._find_or_raise("service", key)
-        given = self.group_name, key, tuple(args), dict(kwargs or {})
-        return call(holder, call_local_service, given, None, timeout, what=f"{key}()")
+        call_args = self.group_name, key, tuple(args), dict(kwargs or {})
+        return call(holder, call_local_service, call_args, None, timeout, what=f"{key}()")
 
 
 def _key_error(group: str, kind: Kind, key: Hashable, state: str, hint: str = "") -> KeyError:

@@ -47,23 +47,23 @@ class Node:
         """Call a method of the manager's directory."""
         if self.directory is not None:
             return getattr(self.directory, method)(*args)
-        return call_sync(self.manager, _manage, (method, *args), what=f"{method}()")
+        return call_sync(self.manager, _manage, (method, *args), description=f"{method}()")
 
     def meet(
         self,
-        place: Hashable,
+        meeting: Hashable,
         members: tuple[str, ...],
-        what: str,
+        description: str,
         timeout: float,
         *,
         needs_all: bool = True,
     ) -> MeetingResult:
-        """Wait until all living ``members`` have arrived at ``place``.
+        """Wait until all living ``members`` have arrived at ``meeting``.
 
         Args:
-            place: identifies the meeting.
+            meeting: identifies the meeting.
             members: the names of the processes that must call this.
-            what: the name of the meeting in errors.
+            description: the name of the meeting in errors.
             timeout: in seconds; 0 waits without limit.
             needs_all: whether the death of a member is an error.
 
@@ -72,37 +72,37 @@ class Node:
             ValueError: members disagree on ``members``.
         """
         token = f"{self.name}/{next(_tokens)}"
-        arrival = "meet", place, self.name, members, token, needs_all
+        arrival = "meet", meeting, self.name, members, token, needs_all
         try:
             met: MeetingResult = call_sync(
-                self.manager, _manage, arrival, timeout=timeout, what=what
+                self.manager, _manage, arrival, timeout=timeout, description=description
             )
         except RpcError as error:
             try:
-                given = "give_up", place, self.name, members, token
+                call_args = "give_up", meeting, self.name, members, token
                 late: MissingMembers | MeetingResult | Exception = call_sync(
-                    self.manager, _manage, given, timeout=_ASK_S
+                    self.manager, _manage, call_args, timeout=_ASK_S
                 )
             except RpcError:
                 # The manager does not answer; the first error explains why.
                 raise error from None
             if isinstance(late, MissingMembers):
                 text = f"{names_and_verb(late.names)} {late.state} within {timeout:g} s"
-                raise RpcError(f"{what}: {text}") from error
+                raise RpcError(f"{description}: {text}") from error
             if isinstance(late, Exception):
                 raise late from error
             met = late
         if needs_all and met.gone:
-            raise RpcError(f"{what}: {names_and_verb(met.gone)} ended")
+            raise RpcError(f"{description}: {names_and_verb(met.gone)} ended")
         return met
 
     def withdraw(self, group: str, generation: int) -> None:
         """Ask the manager to delete this process's keys in a group, without waiting."""
-        given = "withdraw", group, generation, self.name
+        call_args = "withdraw", group, generation, self.name
         if self.directory is not None:
-            self.ask(*given)
+            self.ask(*call_args)
         else:
-            self._withdrawals[group] = call_async(self.manager, _manage, given)
+            self._withdrawals[group] = call_async(self.manager, _manage, call_args)
 
     def wait_for_withdrawal(self, group: str) -> None:
         """Wait until the manager has deleted this process's keys in the last group of that name."""

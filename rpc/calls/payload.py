@@ -41,17 +41,17 @@ def pack(value: Any) -> Message:
     """Return ``value`` as a message; raise TypeError if it cannot be pickled."""
     if type(value) in _PLAIN:
         return pickle.dumps(value, protocol=5), []
-    file, parts = io.BytesIO(), _Parts()
+    file, buffers = io.BytesIO(), _Parts()
     outer = getattr(_packing, "undo", None)
-    _packing.undo = parts.undo
+    _packing.undo = buffers.undo
     try:
-        _Pickler(file, parts).dump(value)
+        _Pickler(file, buffers).dump(value)
     except Exception as error:
-        release_unsent((b"", parts))
+        release_unsent((b"", buffers))
         raise TypeError(f"cannot be sent to another process: {error}") from error
     finally:
         _packing.undo = outer
-    return file.getvalue(), parts if parts.undo else list(parts)
+    return file.getvalue(), buffers if buffers.undo else list(buffers)
 
 
 def on_not_sent(undo: Callable[[], None]) -> None:
@@ -68,8 +68,8 @@ def release_unsent(message: Message) -> None:
 
 
 def unpack(message: Message) -> Any:
-    payload, parts = message
-    return pickle.loads(payload, buffers=parts)
+    payload, buffers = message
+    return pickle.loads(payload, buffers=buffers)
 
 
 class _Parts(list[Any]):
@@ -89,16 +89,20 @@ class _Parts(list[Any]):
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """A pickler that collects tensors in a list, from which loading restores them."""
 
-    def __init__(self, file: io.BytesIO, parts: _Parts) -> None:
-        super().__init__(file, 5, divider(parts, sys.maxsize))
-        self._parts = parts
+    def __init__(self, file: io.BytesIO, buffers: _Parts) -> None:
+        super().__init__(file, 5, divider(buffers, sys.maxsize))
+        self._parts = buffers
 
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Tensor and obj.layout in _MOVABLE and not (obj.is_nested or obj.is_meta):
-            self._parts.append(obj)
+    def reducer_override(self, value: Any) -> Any:
+        if (
+            type(value) is Tensor
+            and value.layout in _MOVABLE
+            and not (value.is_nested or value.is_meta)
+        ):
+            self._parts.append(value)
             return take, (MARK,)
-        found = reduce_for_any_script(obj)
-        return super().reducer_override(obj) if found is None else found
+        reduced = reduce_for_any_script(value)
+        return super().reducer_override(value) if reduced is None else reduced
 
 
 def pack_error(error: BaseException, peer: str) -> Message:
@@ -107,13 +111,13 @@ def pack_error(error: BaseException, peer: str) -> Message:
     # An error from a third process keeps its report.
     if report is None or not report.startswith(_RAISED_BY):
         report = f"{_RAISED_BY}{peer!r}:\n{format_error(error)}"
-    own = None
+    pickled = None
     # Raising anything other than an Exception would end the caller's process.
     if isinstance(error, Exception):
-        own, reason = dump_checked(error, pack, partial(_load_for_check, error))
-        if own is None:
+        pickled, reason = dump_checked(error, pack, partial(_load_for_check, error))
+        if pickled is None:
             report = f"{report}\n(it could not be pickled: {reason})"
-    return pack((type(error).__qualname__, report, own))
+    return pack((type(error).__qualname__, report, pickled))
 
 
 def _load_for_check(error: Exception, message: Message) -> Any:
@@ -123,10 +127,10 @@ def _load_for_check(error: Exception, message: Message) -> Any:
 
 def unpack_error(message: Message) -> Exception:
     """Return the exception to raise here, with the remote traceback as its cause."""
-    name, report, own = unpack(message)
-    if own is not None:
+    name, report, pickled = unpack(message)
+    if pickled is not None:
         try:
-            error = unpack(own)
+            error = unpack(pickled)
             if isinstance(error, Exception):
                 error.__cause__ = remote_traceback(report)
                 return error

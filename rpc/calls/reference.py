@@ -50,12 +50,12 @@ class RpcReference:
     """
 
     def __init__(
-        self, owner: str, fetch: Func, args: tuple[Any, ...], made: Future[None] | None = None
+        self, owner: str, fetch: Func, args: tuple[Any, ...], creation: Future[None] | None = None
     ) -> None:
         self._owner = owner
         self._fetch = fetch
         self._args = args
-        self._made = made
+        self._made = creation
         if fetch is _fetch_result:
             weakref.finalize(self, _release, owner, *args).atexit = False
 
@@ -78,12 +78,12 @@ class RpcReference:
             return self.local_value()
         if self._made is None:
             return call_sync(
-                self._owner, self._fetch, self._args, timeout=timeout, what="to_here()"
+                self._owner, self._fetch, self._args, timeout=timeout, description="to_here()"
             )
         ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
         self._made.add_done_callback(partial(_put_failed, ended))
         fetched = call_async(
-            self._owner, self._fetch, self._args, timeout=timeout, what="to_here()"
+            self._owner, self._fetch, self._args, timeout=timeout, description="to_here()"
         )
         fetched.add_done_callback(ended.put)
         return ended.get().wait()
@@ -114,13 +114,13 @@ class RpcReference:
     def __reduce__(self) -> Any:
         args = self._args
         if self._fetch is _fetch_result:
-            number, own = self._args
+            number, holder = self._args
             other = _new_number()
             # Register the copy before it is sent, so that the owner keeps the value meanwhile.
             if self.is_owner():
-                _add_holder(number, own, other)
+                _add_holder(number, holder, other)
             else:
-                call_sync(self._owner, _add_holder, (number, own, other))
+                call_sync(self._owner, _add_holder, (number, holder, other))
             on_not_sent(partial(_release, self._owner, number, other))
             args = number, other
         return RpcReference, (self._owner, self._fetch, args)
@@ -130,26 +130,36 @@ class RpcReference:
 
 
 def call_remote(
-    to: str, func: Func, args: Any = (), kwargs: Any = None, timeout: float = -1, *, what: str = ""
+    to: str,
+    func: Func,
+    args: Any = (),
+    kwargs: Any = None,
+    timeout: float = -1,
+    *,
+    description: str = "",
 ) -> RpcReference:
     number = _new_number()
     # Packed separately, so that `to_here` raises the error if the owner cannot unpack it.
     call = pack((func, tuple(args), dict(kwargs or {})))
-    made = call_async(
-        to, _run_and_keep, (number, call), timeout=timeout, what=what or describe_call(func)
+    creation = call_async(
+        to,
+        _run_and_keep,
+        (number, call),
+        timeout=timeout,
+        description=description or describe_call(func),
     )
-    return RpcReference(to, _fetch_result, (number, number), made)
+    return RpcReference(to, _fetch_result, (number, number), creation)
 
 
 def _new_number() -> str:
     return f"{_node.current().name}/{next(_numbers)}"
 
 
-def _put_failed(ended: queue.SimpleQueue[Future[Any]], made: Future[None]) -> None:
+def _put_failed(ended: queue.SimpleQueue[Future[Any]], creation: Future[None]) -> None:
     try:
-        made.wait()
+        creation.wait()
     except Exception:
-        ended.put(made)
+        ended.put(creation)
 
 
 class _Result:
@@ -208,40 +218,40 @@ def _result_of(number: str, holder: str) -> Iterator[_Result]:
             node.kept[number] = _Result(number)
         if number not in node.kept:
             raise RpcError(f"{node.name!r} has deleted the value: all references to it were gone")
-        kept: _Result = node.kept[number]
-        yield kept
-        if kept.is_begun and not kept.holders:
+        result: _Result = node.kept[number]
+        yield result
+        if result.is_begun and not result.holders:
             del node.kept[number]
 
 
 def _run_and_keep(number: str, call: Message) -> Any:
     """Run a call and keep its result or error."""
-    with _result_of(number, number) as kept:
-        kept.is_begun = True
+    with _result_of(number, number) as result:
+        result.is_begun = True
 
     def make() -> Any:
         func, args, kwargs = unpack(call)
         return func(*args, **kwargs)
 
-    return kept.settle(make)
+    return result.settle(make)
 
 
 @served_immediately
 def _fetch_result(number: str, holder: str) -> Future[Any]:
-    with _result_of(number, holder) as kept:
-        return kept.value()
+    with _result_of(number, holder) as result:
+        return result.value()
 
 
 @served_immediately
 def _add_holder(number: str, holder: str, other: str) -> None:
-    with _result_of(number, holder) as kept:
-        kept.holders.add(other)
+    with _result_of(number, holder) as result:
+        result.holders.add(other)
 
 
 @served_immediately
 def _remove_holder(number: str, holder: str) -> None:
-    with contextlib.suppress(RpcError), _result_of(number, holder) as kept:
-        kept.holders.discard(holder)
+    with contextlib.suppress(RpcError), _result_of(number, holder) as result:
+        result.holders.discard(holder)
 
 
 def _release(owner: str, number: str, holder: str) -> None:

@@ -95,8 +95,8 @@ class PushPullGradServer:
             RpcError: the primary reducer has died or failed.
         """
         check_model(model)
-        known = self._known
-        return self._load(model, known, self._sender().push(_gradients_of(model), known.mark))
+        base = self._known
+        return self._load(model, base, self._sender().push(_gradients_of(model), base.mark))
 
     def pull(self, model: nn.Module) -> bool:
         """Set a model's gradients to zero and its parameters to the newest published ones.
@@ -112,8 +112,8 @@ class PushPullGradServer:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_known": KnownState()}
 
-    def _load(self, model: nn.Module, known: KnownState, update: Update | None) -> bool:
-        """Load the newest state: ``known`` plus ``update``, which is pulled if it is None.
+    def _load(self, model: nn.Module, base: KnownState, update: Update | None) -> bool:
+        """Load the newest state: ``base`` plus ``update``, which is pulled if it is None.
 
         The caller has read ``self._known`` once. It is only ever replaced, never changed, because
         other threads may pull.
@@ -121,18 +121,20 @@ class PushPullGradServer:
         model.zero_grad(set_to_none=False)
         if update is None:
             try:
-                update = pull_update(self.o_server, self.model_name, None, known)
+                update = pull_update(self.o_server, self.model_name, None, base)
             except KeyError as error:
                 raise RpcError(f"the ordered server of {self.server_name!r} is gone") from error
         if update is None:
             return False
         if update.state is not None:
-            known = known.updated(update)
-            if known.mark is not None:
-                self._known = known
-        own = state_of(model)
+            base = base.updated(update)
+            if base.mark is not None:
+                self._known = base
+        model_state = state_of(model)
         buffers = dict(unwrap(model).named_buffers(remove_duplicate=False))
-        load_snapshot(model, known.state | {name: own[name] for name in buffers if name in own})
+        load_snapshot(
+            model, base.state | {name: model_state[name] for name in buffers if name in model_state}
+        )
         return True
 
     def _sender(self) -> _Sender:
@@ -218,8 +220,8 @@ class _Sender:
         """Try one reducer after another until one accepts the push."""
         while True:
             # Other processes first, so that a single death loses nothing.
-            others = random.sample(self._others, len(self._others))
-            for reducer in [*others, *self._own, _FALLBACK]:
+            other_reducers = random.sample(self._others, len(self._others))
+            for reducer in [*other_reducers, *self._own, _FALLBACK]:
                 if self._try(reducer, pending, is_retry):
                     return
 
@@ -227,11 +229,11 @@ class _Sender:
         with self._lock:
             if reducer in self._excluded:
                 return False
-            at_reducer = (one for one in self._pushes.values() if one.reducer == reducer)
-            asked = tuple(one.number for one in at_reducer if one.is_acknowledged)
+            at_reducer = (stored for stored in self._pushes.values() if stored.reducer == reducer)
+            acknowledged = tuple(stored.number for stored in at_reducer if stored.is_acknowledged)
             pending.reducer = reducer
             low, content = min(self._pushes), pending.gradients
-            push = Push(self._client, pending.number, low, content, asked, is_retry)
+            push = Push(self._client, pending.number, low, content, acknowledged, is_retry)
         try:
             receipt = self._ask(reducer, push, pending)
         except (KeyError, RpcError) as error:
@@ -258,9 +260,9 @@ class _Sender:
             if reducer in self._idle and not self._call(reducer, "_is_running_service"):
                 return Receipt("idle", pending=push.asked)
             self._idle.discard(reducer)
-            given = push, reducer != _FALLBACK, pending.mark
+            call_args = push, reducer != _FALLBACK, pending.mark
             receipt: Receipt
-            receipt, update = self._call(reducer, "_push_service", *given)
+            receipt, update = self._call(reducer, "_push_service", *call_args)
             pending.update = None if push.is_retry else update
             self._watch(reducer)
             return receipt
@@ -306,8 +308,8 @@ class _Sender:
                     return
                 # No push is sent to this reducer from now on, so the list below is complete.
                 self._excluded.add(reducer)
-                at_reducer = [one for one in self._pushes.values() if one.reducer == reducer]
-            numbers = [one.number for one in at_reducer]
+                at_reducer = [push for push in self._pushes.values() if push.reducer == reducer]
+            numbers = [push.number for push in at_reducer]
             try:
                 arrived = self._call(_FALLBACK, "_fence_service", reducer, self._client, numbers)
             except (KeyError, RpcError) as error:
@@ -318,11 +320,11 @@ class _Sender:
                 for number in arrived:
                     self._pushes.pop(number, None)
                 # Unacknowledged pushes are sent by the threads that wait for them.
-                lacking = (one for one in at_reducer if one.number not in arrived)
-                again = [one for one in lacking if one.is_acknowledged]
-                for one in again:
-                    one.is_acknowledged = False
-            sent = sum([self._send_again(one) for one in again])
+                lacking = (push for push in at_reducer if push.number not in arrived)
+                again = [push for push in lacking if push.is_acknowledged]
+                for push in again:
+                    push.is_acknowledged = False
+            sent = sum([self._send_again(push) for push in again])
         logger.warning("reducer %r is gone: %d pushes were sent again", reducer, sent)
 
     def _send_again(self, pending: _Pending) -> bool:
@@ -355,7 +357,7 @@ class _Sender:
     def recover_quietly(self, reducer: str) -> None:
         """Recover the pushes at a reducer; the next push reports a dead primary."""
         with self._lock:
-            is_used = any(one.reducer == reducer for one in self._pushes.values())
+            is_used = any(push.reducer == reducer for push in self._pushes.values())
         if is_used:
             with contextlib.suppress(RuntimeError):
                 self._recover(reducer)
@@ -365,8 +367,8 @@ class _Sender:
         return self._group.registered_sync(f"{prefix}/{service}", args)
 
 
-def _recover_later(own: weakref.ref[_Sender], reducer: str) -> None:
-    sender = own()
+def _recover_later(sender_ref: weakref.ref[_Sender], reducer: str) -> None:
+    sender = sender_ref()
     if sender is not None:
         # Sending again may take a while.
         threading.Thread(target=sender.recover_quietly, args=(reducer,), daemon=True).start()

@@ -121,13 +121,13 @@ class PushPullGradServerImpl:
     @property
     def dropped(self) -> int:
         """The number of pushes dropped in this process, on both levels."""
-        return sum(one.level.dropped for one in self._levels)
+        return sum(tier.level.dropped for tier in self._levels)
 
     @property
     def pending(self) -> int:
         """The number of pushes in this process that are not part of a step yet."""
         with self._changed:
-            return sum(len(one.level.pushes) for one in self._levels)
+            return sum(len(tier.level.pushes) for tier in self._levels)
 
     def manage_model(
         self, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any = None
@@ -226,8 +226,8 @@ class PushPullGradServerImpl:
         late = []
         if self._primary is not None:
             self._secondary.pause(f"the server {self.server_name!r} is closing")
-            others = [name for name in self.secondary_reducers if name != self._name]
-            late = _finish_others(self.group, self.server_name, others, limit_s)
+            other_reducers = [name for name in self.secondary_reducers if name != self._name]
+            late = _finish_others(self.group, self.server_name, other_reducers, limit_s)
         if not self._finish_own(deadline - time.monotonic()):
             late.append(self._name)
         if late:
@@ -313,10 +313,10 @@ def _finish_others(group: RpcGroup, server: str, reducers: list[str], limit_s: f
     calls, late = {}, []
     for name in reducers:
         key = f"{server}/{name}/_finish_service"
-        given: Any = (group.get_group_name(), key, (limit_s,), {})
+        call_args: Any = (group.get_group_name(), key, (limit_s,), {})
         with contextlib.suppress(RpcError):
             # The additional second lets a reducer answer that it is late.
-            calls[name] = group.rpc_async(name, call_local_service, limit_s + 1, given)
+            calls[name] = group.rpc_async(name, call_local_service, limit_s + 1, call_args)
     for name, call in calls.items():
         try:
             is_finished = call.wait()

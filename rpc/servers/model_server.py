@@ -101,30 +101,32 @@ class PushPullModelServer:
         server = self._server()
         if not isinstance(server, StateServer):
             return server.push(self.model_name, snapshot(model), version + 1, version)
-        own = state_of(model)
-        known = self._known.pop(unwrap(model), None)
-        if known is None or known.version != version or not known.belongs_to(own):
-            known = KnownState(version)
+        model_state = state_of(model)
+        base = self._known.pop(unwrap(model), None)
+        if base is None or base.version != version or not base.belongs_to(model_state):
+            base = KnownState(version)
         try:
-            is_accepted = self._send_changes(server, known, own)
+            is_accepted = self._send_changes(server, base, model_state)
         except NothingKeptError:
             # The server was restarted.
-            known = KnownState(version)
-            is_accepted = self._send_changes(server, known, own)
-        self._known[unwrap(model)] = known
+            base = KnownState(version)
+            is_accepted = self._send_changes(server, base, model_state)
+        self._known[unwrap(model)] = base
         return is_accepted
 
-    def _send_changes(self, server: StateServer, known: KnownState, own: dict[str, Any]) -> bool:
-        changes = known.changes(own)
-        sent = server.push_changes(self.model_name, changes, known.version, known.mark)
+    def _send_changes(
+        self, server: StateServer, base: KnownState, model_state: dict[str, Any]
+    ) -> bool:
+        changes = base.changes(model_state)
+        sent = server.push_changes(self.model_name, changes, base.version, base.mark)
         # Copy while the changes are being sent.
-        known.keep(changes, own)
+        base.keep(changes, model_state)
         mark = sent.wait()
         if mark is None:
-            known.forget(changes)
+            base.forget(changes)
             return False
-        known.version, known.mark = known.version + 1, mark
-        known.lacking = changes.keys() - known.state.keys()
+        base.version, base.mark = base.version + 1, mark
+        base.lacking = changes.keys() - base.state.keys()
         return True
 
     def _load(self, model: nn.Module, version: int | None) -> bool:
@@ -133,19 +135,19 @@ class PushPullModelServer:
         Return False if the server has none.
         """
         inner = unwrap(model)
-        known = self._known.get(inner)
-        if known is None or known.version != _version_of(model):
-            known = KnownState()
-        update = pull_update(self._server(), self.model_name, version, known)
+        base = self._known.get(inner)
+        if base is None or base.version != _version_of(model):
+            base = KnownState()
+        update = pull_update(self._server(), self.model_name, version, base)
         if update is None:
             return False
         if update.state is not None:
             # Load unchanged tensors too, because the model may have changed them.
-            known = known.updated(update)
-            load_snapshot(model, known.state)
-            _set_version(model, known.version)
-            if known.mark is not None:
-                self._known[inner] = known
+            base = base.updated(update)
+            load_snapshot(model, base.state)
+            _set_version(model, base.version)
+            if base.mark is not None:
+                self._known[inner] = base
         return True
 
     def _server(self) -> OrderedServerBase:

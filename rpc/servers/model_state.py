@@ -90,14 +90,16 @@ def load_snapshot(model: nn.Module, state: Mapping[str, Any]) -> None:
     is_usual = not torch.__future__.get_swap_module_params_on_conversion() and all(
         map(_is_usual, inner.modules())
     )
-    own = inner.state_dict(keep_vars=True) if is_usual else inner.state_dict()
-    check_same_model(own, state)
-    if not is_usual or not all(map(_is_plain, [*own.values(), *state.values()])):
-        inner.load_state_dict({name: _placed_like(own[name], state[name]) for name in state})
+    model_state = inner.state_dict(keep_vars=True) if is_usual else inner.state_dict()
+    check_same_model(model_state, state)
+    if not is_usual or not all(map(_is_plain, [*model_state.values(), *state.values()])):
+        inner.load_state_dict(
+            {name: _placed_like(model_state[name], state[name]) for name in state}
+        )
         return
     # Up to three times as fast as `load_state_dict` for many tensors. Both load the last value into
     # a tensor that has two names.
-    pairs = {id(tensor): (tensor, state[name]) for name, tensor in own.items()}
+    pairs = {id(tensor): (tensor, state[name]) for name, tensor in model_state.items()}
     if pairs:
         targets, values = zip(*pairs.values(), strict=True)
         with torch.no_grad():
@@ -126,38 +128,38 @@ def _is_plain(value: Any) -> bool:
     return value.layout is torch.strided and not value.is_quantized
 
 
-def check_same_model(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+def check_same_model(model_state: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Raise KeyError, TypeError or ValueError if a model's names, types or shapes differ."""
-    if own.keys() != state.keys():
-        missing, extra = own.keys() - state.keys(), state.keys() - own.keys()
-        parts = [f"the state lacks {list_names(missing)}"] if missing else []
-        parts += [f"the model lacks {list_names(extra)}"] if extra else []
-        raise KeyError(f"the state must be of the same model, but {' and '.join(parts)}")
-    others = [
+    if model_state.keys() != state.keys():
+        missing, extra = model_state.keys() - state.keys(), state.keys() - model_state.keys()
+        differences = [f"the state lacks {list_names(missing)}"] if missing else []
+        differences += [f"the model lacks {list_names(extra)}"] if extra else []
+        raise KeyError(f"the state must be of the same model, but {' and '.join(differences)}")
+    kinds = [
         f"{name!r} is {type(state[name]).__name__} in the state, a tensor in the model"
-        for name, value in own.items()
+        for name, value in model_state.items()
         if isinstance(value, Tensor) and not isinstance(state[name], Tensor)
     ]
-    if others:
-        raise TypeError(f"the state must be of the same model, but {shorten(others)}")
+    if kinds:
+        raise TypeError(f"the state must be of the same model, but {shorten(kinds)}")
     wrong = [
         f"{name!r} is {tuple(state[name].shape)} in the state, {tuple(value.shape)} in the model"
-        for name, value in own.items()
+        for name, value in model_state.items()
         if isinstance(value, Tensor) and state[name].shape != value.shape
     ]
     if wrong:
         raise ValueError(f"the state must be of the same model, but {shorten(wrong)}")
 
 
-def _placed_like(own: Any, value: Any) -> Any:
-    """Return a tensor for loading into ``own``, sharded like it without communication."""
-    if not _is_sharded(own):
+def _placed_like(target: Any, value: Any) -> Any:
+    """Return a tensor for loading into ``target``, sharded like it without communication."""
+    if not _is_sharded(target):
         return value
     # Imported lazily: it takes half a second, and only sharded models need it.
     from torch.distributed.tensor import distribute_tensor
 
-    value = value.to(own.device_mesh.device_type)
-    return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
+    value = value.to(target.device_mesh.device_type)
+    return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
 
 
 def _is_sharded(value: Any) -> bool:

@@ -68,8 +68,8 @@ class OrderedServerSimple(OrderedServerBase):
     def pull(self, key: Hashable, version: Any = None) -> tuple[Any, Any] | None:
         """Return a copy of a value, by default the newest, and its version; None if missing."""
         service = f"{self.server_name}/_pull_service"
-        found: tuple[Any, Any] | None = self.group.registered_sync(service, (key, version))
-        return found
+        answer: tuple[Any, Any] | None = self.group.registered_sync(service, (key, version))
+        return answer
 
 
 class OrderedServerSimpleImpl:
@@ -137,8 +137,12 @@ class OrderedServerSimpleImpl:
             versions = self._versions.get(key)
             if not versions:
                 return None
-            wanted = next(reversed(versions)) if version is None else version
-            return (versions[wanted], wanted) if wanted in versions else None
+            version_to_pull = next(reversed(versions)) if version is None else version
+            return (
+                (versions[version_to_pull], version_to_pull)
+                if version_to_pull in versions
+                else None
+            )
 
 
 def _check_depth(depth: object) -> None:
@@ -204,8 +208,8 @@ class StateServer(OrderedServerSimple):
             NothingKeptError if the key is new and the state is not whole, and KeyError or
             ValueError if names or shapes differ from the newest state.
         """
-        given = key, state, version + 1, version, mark
-        return self.group.registered_async(f"{self.server_name}/_push_changes", given)
+        call_args = key, state, version + 1, version, mark
+        return self.group.registered_async(f"{self.server_name}/_push_changes", call_args)
 
     def pull_changes(
         self, key: Hashable, version: Any, mark: Mark | None, lacking: Set[str] = frozenset()
@@ -219,10 +223,10 @@ class StateServer(OrderedServerSimple):
             mark: identifies the caller's state.
             lacking: names in that state whose tensors the caller has not kept.
         """
-        given = key, version, mark, set(lacking)
+        call_args = key, version, mark, set(lacking)
         service = f"{self.server_name}/_pull_changes"
-        found: Update | None = self.group.registered_sync(service, given)
-        return found
+        answer: Update | None = self.group.registered_sync(service, call_args)
+        return answer
 
 
 class StateServerImpl(OrderedServerSimpleImpl):
@@ -243,8 +247,8 @@ class StateServerImpl(OrderedServerSimpleImpl):
         return StateServer(self.server_name, self.group)
 
     def _push_service(self, key: Hashable, value: Any, version: Any, prev_version: Any) -> bool:
-        given = key, value, version, prev_version, None
-        return self._push_changes(*given, needs_same=False) is not None
+        call_args = key, value, version, prev_version, None
+        return self._push_changes(*call_args, needs_same=False) is not None
 
     def _push_changes(
         self,
@@ -263,19 +267,19 @@ class StateServerImpl(OrderedServerSimpleImpl):
         with self._lock:
             ledger = self._ledgers.get(key) or _Ledger()
             newest = super()._pull_service(key)
-            old: State = {} if newest is None else newest[0]
+            previous: State = {} if newest is None else newest[0]
             if mark is not None:
                 if newest is None:
                     raise NothingKeptError(f"nothing is kept under {key!r}")
                 if mark != (self._name, ledger.number):
                     return None
-            whole = dict(state) if mark is None else {**old, **state}
+            merged = dict(state) if mark is None else {**previous, **state}
             if needs_same and newest is not None and newest[1] == prev_version:
-                check_same_model(whole, old)
-            if not super()._push_service(key, whole, version, prev_version):
+                check_same_model(merged, previous)
+            if not super()._push_service(key, merged, version, prev_version):
                 return None
             self._ledgers[key] = ledger
-            ledger.note(state, is_whole=whole.keys() != old.keys())
+            ledger.note(state, is_whole=merged.keys() != previous.keys())
             return (self._name, ledger.number)
 
     def _pull_changes(
@@ -289,30 +293,30 @@ class StateServerImpl(OrderedServerSimpleImpl):
             ledger = self._ledgers[key]
             update = Update(newest_version, (self._name, ledger.number))
             # The last push that the client has; 0 if it has none of this server.
-            known = mark[1] if mark is not None and mark[0] == self._name else 0
-            is_comparable = version is not None and (mark is None or known > 0)
+            client_number = mark[1] if mark is not None and mark[0] == self._name else 0
+            is_comparable = version is not None and (mark is None or client_number > 0)
             if mark == update.mark or (is_comparable and version >= newest_version):
                 return update
-            if known < ledger.whole:
+            if client_number < ledger.whole:
                 return update._replace(is_whole=True, state=state)
-            changed = {name for name, number in ledger.changes.items() if number > known}
+            changed = {name for name, number in ledger.changes.items() if number > client_number}
             return update._replace(state={name: state[name] for name in changed | lacking})
 
 
 def pull_update(
-    server: OrderedServerBase, key: Hashable, version: Any, known: KnownState
+    server: OrderedServerBase, key: Hashable, version: Any, base: KnownState
 ) -> Update | None:
-    """Return the update from ``known`` to the newest state on any server; None if it has no state.
+    """Return the update from ``base`` to the newest state on any server; None if it has no state.
 
-    Its ``state`` is None if the caller already has the newest state: the mark of ``known`` is the
+    Its ``state`` is None if the caller already has the newest state: the mark of ``base`` is the
     newest mark, or ``version`` is the newest version or later.
     """
     if isinstance(server, StateServer):
-        return server.pull_changes(key, version, known.mark, known.lacking)
-    found = server.pull(key)
-    if found is None:
+        return server.pull_changes(key, version, base.mark, base.lacking)
+    answer = server.pull(key)
+    if answer is None:
         return None
-    state, newest = found
+    state, newest = answer
     is_newer = version is None or newest > version
     return Update(newest, None, is_whole=True, state=state if is_newer else None)
 
@@ -363,20 +367,22 @@ class KnownState:
     changing: set[str] = field(default_factory=set)
     pushes: int = 0
 
-    def belongs_to(self, own: State) -> bool:
-        return own.keys() == self.state.keys() | self.lacking
+    def belongs_to(self, model_state: State) -> bool:
+        return model_state.keys() == self.state.keys() | self.lacking
 
-    def changes(self, own: State) -> dict[str, Any]:
+    def changes(self, model_state: State) -> dict[str, Any]:
         """Return the entries of a model's state that differ or are unknown, on the CPU.
 
         Entries that are on the CPU are not copied.
         """
-        here = {name: on_cpu(value) for name, value in own.items()}
+        on_host = {name: on_cpu(value) for name, value in model_state.items()}
         return {
-            name: value for name, value in here.items() if not _is_same(self.state.get(name), value)
+            name: value
+            for name, value in on_host.items()
+            if not _is_same(self.state.get(name), value)
         }
 
-    def keep(self, changes: State, own: State) -> None:
+    def keep(self, changes: State, model_state: State) -> None:
         """Copy the sent changes into the known state, into existing memory if possible.
 
         CPU tensors that change at each push are not copied, because comparing them would not save
@@ -386,13 +392,13 @@ class KnownState:
         lasting = self.changing if self.pushes % _PUSHES_PER_COPY else set()
         self.changing = {name for name in changes if name in self.state or name in self.changing}
         for name, value in changes.items():
-            kept = self.state.get(name)
-            if name in lasting and value is own[name]:
+            stored = self.state.get(name)
+            if name in lasting and value is model_state[name]:
                 self.state.pop(name, None)
-            elif value is not own[name]:
+            elif value is not model_state[name]:
                 self.state[name] = value
-            elif kept is not None and _is_alike(kept, value):
-                kept.copy_(value)
+            elif stored is not None and _is_alike(stored, value):
+                stored.copy_(value)
             else:
                 self.state[name] = copied(value)
 
@@ -410,13 +416,13 @@ class KnownState:
         )
 
 
-def _is_alike(one: Any, other: Any) -> bool:
-    are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
-    return are_tensors and one.dtype == other.dtype and one.shape == other.shape
+def _is_alike(value: Any, other: Any) -> bool:
+    are_tensors = isinstance(value, Tensor) and isinstance(other, Tensor)
+    return are_tensors and value.dtype == other.dtype and value.shape == other.shape
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if not _is_alike(one, other):
+def _is_same(value: Any, other: Any) -> bool:
+    if not _is_alike(value, other):
         return False
-    bits = _BITS.get(one.element_size())
-    return torch.equal(one, other) if bits is None else one.view(bits).equal(other.view(bits))
+    bits = _BITS.get(value.element_size())
+    return torch.equal(value, other) if bits is None else value.view(bits).equal(other.view(bits))

@@ -48,7 +48,7 @@ class ManagedModel:
 
     def __post_init__(self) -> None:
         named = unwrap(self.model).named_parameters()
-        self._trained = {name: one for name, one in named if one.requires_grad}
+        self._trained = {name: param for name, param in named if param.requires_grad}
         self.layout = layout_of(self._trained)
         self.model.pp_version = 0
 
@@ -63,8 +63,8 @@ class ManagedModel:
         state, version = snapshot(self.model), self.model.pp_version
         if self._push(state, version):
             return
-        found = self.o_server.pull(self.model_name)
-        newest = None if found is None else found[1]
+        answer = self.o_server.pull(self.model_name)
+        newest = None if answer is None else answer[1]
         logger.warning(
             "version %r of model %r was refused by its ordered server, which has version %r: "
             "another server publishes under that name, or has done so before",
@@ -143,8 +143,11 @@ class Primary:
                 self.level.reply(batch, answer, *refusal)
                 return answer
             for client, number, low in batch.ids:
-                known = self._arrived.get(client, set())
-                self._arrived[client] = {number, *(one for one in known if one >= low)}
+                arrived = self._arrived.get(client, set())
+                self._arrived[client] = {
+                    number,
+                    *(earlier for earlier in arrived if earlier >= low),
+                }
             # A batch that waits for room has arrived too, even if its reducer dies.
             self.level.offer(batch, answer)
         return answer
@@ -228,8 +231,8 @@ class RemotePrimary:
         """Send a batch, without a time limit: if the primary dies, the call fails."""
         # Not `registered_async`, which would look up the holder before every batch.
         key = f"{self.prefix}/_reduce_service"
-        given: Any = (self.group.get_group_name(), key, (batch,), {})
-        return self.group.rpc_async(self.name, call_local_service, timeout=0, args=given)
+        call_args: Any = (self.group.get_group_name(), key, (batch,), {})
+        return self.group.rpc_async(self.name, call_local_service, timeout=0, args=call_args)
 
     def layout(self) -> Layout | None:
         """Return the required names and shapes of gradients, None if the primary has no model."""
@@ -283,10 +286,10 @@ class Intake(Level[Push]):
         with self.locked():
             return self.reject("full", "", lambda push: push[:2] == (client, number))
 
-    def receipt(self, item: Push, state: State, text: str) -> Receipt:
-        pending = {number for client, number, _ in self.pushes if client == item.client}
+    def receipt(self, push: Push, state: State, text: str) -> Receipt:
+        pending = {number for client, number, _ in self.pushes if client == push.client}
         dropped = {**self.dropped_by, self.name: self.dropped}
-        return Receipt(state, text, tuple(pending.intersection(item.asked)), dropped)
+        return Receipt(state, text, tuple(pending.intersection(push.asked)), dropped)
 
 
 class Secondary:

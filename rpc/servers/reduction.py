@@ -130,13 +130,13 @@ class Reduction:
         if self.count == 0:
             self._total = placed
         elif placed:
-            total, others = list(self._total.values()), [placed[name] for name in self._total]
+            total, addends = list(self._total.values()), [placed[name] for name in self._total]
             if self.count == 1:
                 # Not in place, because the first gradients belong to the caller.
-                sums = torch._foreach_add(total, others)
+                sums = torch._foreach_add(total, addends)
                 self._total = dict(zip(self._total, sums, strict=True))
             else:
-                torch._foreach_add_(total, others)
+                torch._foreach_add_(total, addends)
         self.count += 1
         if self.count < self._settings.batch_size:
             return None
@@ -162,20 +162,20 @@ def check_gradients(gradients: Mapping[str, Tensor], layout: Layout) -> None:
     """Raise ValueError if names or shapes differ from ``layout``."""
     missing = layout.keys() - gradients.keys()
     extra = gradients.keys() - layout.keys()
-    parts = []
+    problems = []
     if missing:
-        parts.append(f"{list_names(missing)} missing")
+        problems.append(f"{list_names(missing)} missing")
     if extra:
-        parts.append(f"{list_names(extra)} unexpected")
-    parts += [
+        problems.append(f"{list_names(extra)} unexpected")
+    problems += [
         f"{name!r} has shape {tuple(gradients[name].shape)} instead of {shape}"
         for name, shape in layout.items()
         if name in gradients and tuple(gradients[name].shape) != shape
     ]
-    if parts:
+    if problems:
         raise ValueError(
             "gradients must fit the managed model (without one, the pushes before): "
-            f"{shorten(parts, '; ')}"
+            f"{shorten(problems, '; ')}"
         )
 
 
@@ -215,45 +215,47 @@ class Level(Generic[Item]):
         for answer, receipt in replies:
             answer.set_result(receipt)
 
-    def reply(self, item: Item, answer: Future[Receipt], state: State, text: str = "") -> None:
-        self._replies.append((answer, self.receipt(item, state, text)))
+    def reply(self, entry: Item, answer: Future[Receipt], state: State, text: str = "") -> None:
+        self._replies.append((answer, self.receipt(entry, state, text)))
 
-    def receipt(self, item: Item, state: State, text: str) -> Receipt:
+    def receipt(self, entry: Item, state: State, text: str) -> Receipt:
         return Receipt(state, text, dropped={self.name: self.dropped})
 
-    def offer(self, item: Item, answer: Future[Receipt], *, is_forced: bool = False) -> None:
+    def offer(self, entry: Item, answer: Future[Receipt], *, is_forced: bool = False) -> None:
         """Queue an item; if the queue is full, apply ``on_full`` unless the item ``is_forced``."""
         is_full = len(self.items) >= self._settings.max_queue_size and not is_forced
         if is_full and self._settings.on_full == "block":
-            self.waiting.append((item, answer))
+            self.waiting.append((entry, answer))
         elif is_full and self._settings.on_full == "error":
-            self.reply(item, answer, "full", f"the queue of {self.name!r} is full")
+            self.reply(entry, answer, "full", f"the queue of {self.name!r} is full")
         else:
             if is_full:
                 self.dropped += len(self.items.popleft().ids)
-            self.items.append(item)
-            self.reply(item, answer, "taken")
+            self.items.append(entry)
+            self.reply(entry, answer, "taken")
 
     def admit_waiting(self) -> None:
         """Move waiting items into the queue while it has room."""
         while self.waiting and len(self.items) < self._settings.max_queue_size:
-            item, answer = self.waiting.popleft()
-            self.items.append(item)
-            self.reply(item, answer, "taken")
+            entry, answer = self.waiting.popleft()
+            self.items.append(entry)
+            self.reply(entry, answer, "taken")
 
     def reject(
-        self, state: State, text: str = "", is_meant: Callable[[Item], bool] = lambda item: True
+        self, state: State, text: str = "", is_meant: Callable[[Item], bool] = lambda entry: True
     ) -> bool:
         """Reject the waiting items for which ``is_meant`` is true; return whether there are any."""
-        leaving = [one for one in self.waiting if is_meant(one[0])]
-        self.waiting = deque(one for one in self.waiting if not is_meant(one[0]))
-        for item, answer in leaving:
-            self.reply(item, answer, state, text)
+        leaving = [waiting_entry for waiting_entry in self.waiting if is_meant(waiting_entry[0])]
+        self.waiting = deque(
+            waiting_entry for waiting_entry in self.waiting if not is_meant(waiting_entry[0])
+        )
+        for entry, answer in leaving:
+            self.reply(entry, answer, state, text)
         return bool(leaving)
 
     @property
     def pushes(self) -> list[PushId]:
-        return [*chain.from_iterable(item.ids for item in self.items), *self._ids]
+        return [*chain.from_iterable(entry.ids for entry in self.items), *self._ids]
 
     @property
     def has_batch(self) -> bool:
@@ -270,17 +272,17 @@ class Level(Generic[Item]):
 
     def take(self) -> Item:
         """Remove the oldest item from the queue, to be added."""
-        item = self.items.popleft()
+        entry = self.items.popleft()
         if not self.num_taken:
-            self._sum_layout = layout_of(item.gradients)
+            self._sum_layout = layout_of(entry.gradients)
         self.num_taken += 1
-        self._ids += item.ids
+        self._ids += entry.ids
         self.admit_waiting()
-        return item
+        return entry
 
-    def add(self, item: Item) -> Gradients | None:
+    def add(self, entry: Item) -> Gradients | None:
         """Add a taken item and return a full sum; call it without the lock, as it may take long."""
-        return self._reduction.add(item.gradients)
+        return self._reduction.add(entry.gradients)
 
     def finish(self) -> list[PushId]:
         """Start the next sum; return the pushes in the finished one."""

@@ -133,9 +133,9 @@ class Agent:
         if gone:
             logger.warning("%s died before the world was stopped", ", ".join(map(repr, gone)))
         self._node.has_left.set_result(None)
-        while any(not one.done() for one in self._watches) and time.monotonic() < deadline:
+        while any(not watch.done() for watch in self._watches) and time.monotonic() < deadline:
             time.sleep(0.001)
-        self._is_complete = not gone and all(one.done() for one in self._watches)
+        self._is_complete = not gone and all(watch.done() for watch in self._watches)
 
     def stop(self, timeout_s: float) -> None:
         """End the transport; call ``leave`` first so that no call is lost.
@@ -222,8 +222,8 @@ def on_loopback(is_local: bool) -> Iterator[None]:
     Gloo and TensorPipe each have a variable for it. If the user has set only one, both use it.
     """
     missing = [name for name in _INTERFACES if name not in os.environ]
-    given = next((os.environ[name] for name in _INTERFACES if name in os.environ), None)
-    interface = given or ("lo" if is_local and sys.platform == "linux" else None)
+    configured = next((os.environ[name] for name in _INTERFACES if name in os.environ), None)
+    interface = configured or ("lo" if is_local and sys.platform == "linux" else None)
     if interface is not None:
         os.environ.update(dict.fromkeys(missing, interface))
     try:

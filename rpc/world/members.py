@@ -44,7 +44,7 @@ class Member(NamedTuple):
 
 
 def agree_on_members(
-    place: MeetingPlace, own: Member, world_size: int, timeout_s: float
+    meeting: MeetingPlace, member: Member, world_size: int, timeout_s: float
 ) -> dict[int, str]:
     """Return the names of all members by rank; every member must call this.
 
@@ -53,20 +53,26 @@ def agree_on_members(
             twice, or the settings differ.
         RpcError: members did not join in time; the text names them.
     """
-    with naming_store(place, "the world cannot begin"):
-        attempt = _Attempt(place, own, world_size, timeout_s)
-        return attempt.lead() if own.rank == 0 else attempt.follow()
+    with naming_store(meeting, "the world cannot begin"):
+        attempt = _Attempt(meeting, member, world_size, timeout_s)
+        return attempt.lead() if member.rank == 0 else attempt.follow()
 
 
 class _Attempt:
-    def __init__(self, place: MeetingPlace, own: Member, world_size: int, timeout_s: float) -> None:
-        self._place = place
-        self._own = own
+    def __init__(
+        self, meeting: MeetingPlace, member: Member, world_size: int, timeout_s: float
+    ) -> None:
+        self._place = meeting
+        self._own = member
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._keys = [f"member_{rank}" for rank in range(world_size)]
-        entry = {"name": own.name, "settings": dict(own.settings), "token": secrets.token_hex(8)}
+        entry = {
+            "name": member.name,
+            "settings": dict(member.settings),
+            "token": secrets.token_hex(8),
+        }
         self._entry = json.dumps(entry, default=repr)
 
     def lead(self) -> dict[int, str]:
@@ -89,7 +95,7 @@ class _Attempt:
 
     def follow(self) -> dict[int, str]:
         """Join the world that rank 0 has opened, but not an earlier one."""
-        last = ""
+        previous_error = ""
         while True:
             if self._place.enter(self._own.rank, self._deadline):
                 try:
@@ -100,11 +106,13 @@ class _Attempt:
                 names = self._try_to_join(verdict)
                 if names is not None:
                     return names
-                last = f"; the last one ended: {verdict['text']}" if "text" in verdict else ""
+                previous_error = (
+                    f"; the last one ended: {verdict['text']}" if "text" in verdict else ""
+                )
             if self._remaining_s() == 0:
                 raise RpcError(
                     f"rank {self._own.rank} found no world to join at {self._place.where} within "
-                    f"{self._timeout_s:g} s: rank 0 has not opened one{last}"
+                    f"{self._timeout_s:g} s: rank 0 has not opened one{previous_error}"
                 )
             time.sleep(_RETRY_S)
 
@@ -124,31 +132,34 @@ class _Attempt:
                         f"{setting} must be the same everywhere: it is {ours!r} in rank 0 "
                         f"({self._own.name!r}), {theirs!r} in rank {rank} ({other['name']!r})"
                     )
-            first = next((one for one, name in names.items() if name == other["name"]), None)
-            if first is not None:
+            namesake = next(
+                (member_rank for member_rank, name in names.items() if name == other["name"]), None
+            )
+            if namesake is not None:
                 raise ValueError(
-                    f"names must differ: ranks {first} and {rank} are both called {other['name']!r}"
+                    f"names must differ: ranks {namesake} and {rank} are both called "
+                    f"{other['name']!r}"
                 )
             names[rank] = other["name"]
         return names
 
     def _try_to_join(self, verdict: dict[str, Any]) -> dict[int, str] | None:
         """Join the current world; return None if it has begun or ended without this process."""
-        place, store, rank = self._place, self._place.store, self._own.rank
+        meeting, store, rank = self._place, self._place.store, self._own.rank
         if verdict:
-            is_error = verdict.get("error") == "ValueError" and not place.outlives_world
+            is_error = verdict.get("error") == "ValueError" and not meeting.outlives_world
             if is_error and not store.check([self._keys[rank]]):
                 # Rank 0 still keeps the store for members that have not read the error.
                 _raise_verdict(store, verdict)
             return None
         # The first process that claims a rank gets it.
-        first = store.compare_set(self._keys[rank], "", self._entry).decode()
-        if first != self._entry:
-            self._wait_for_other(store, json.loads(first)["name"])
+        claim = store.compare_set(self._keys[rank], "", self._entry).decode()
+        if claim != self._entry:
+            self._wait_for_other(store, json.loads(claim)["name"])
             return None
         try:
             is_decided = self._wait_for(store, _VERDICT)
-            if not is_decided and place.is_current():
+            if not is_decided and meeting.is_current():
                 self._raise_missing(store)
         except BaseException:
             # Free the rank, because this process may try again before rank 0 gives up.
@@ -192,8 +203,8 @@ class _Attempt:
 
     def _raise_missing(self, store: Store) -> NoReturn:
         members = {str(rank): _read(store, key) for rank, key in enumerate(self._keys)}
-        here = [f"{rank} ({one['name']!r})" for rank, one in members.items() if one]
-        missing = [rank for rank, one in members.items() if not one]
+        joined = [f"{rank} ({entry['name']!r})" for rank, entry in members.items() if entry]
+        missing = [rank for rank, entry in members.items() if not entry]
         if not missing:
             raise RpcError(
                 f"the world is incomplete: rank 0 at {self._place.where} has not answered "
@@ -201,7 +212,7 @@ class _Attempt:
             )
         raise RpcError(
             f"the world is incomplete: these of its {self._world_size} ranks did not join within "
-            f"{self._timeout_s:g} s: {', '.join(missing)}; joined: {', '.join(here)}"
+            f"{self._timeout_s:g} s: {', '.join(missing)}; joined: {', '.join(joined)}"
         )
 
     def _remaining_s(self) -> float:
@@ -255,46 +266,46 @@ _HOSTS_HINT = (
 
 @contextlib.contextmanager
 def joint_step(
-    place: MeetingPlace, step: str, rank: int, names: Mapping[int, str]
+    meeting: MeetingPlace, step: str, rank: int, names: Mapping[int, str]
 ) -> Iterator[None]:
     """Run a step that all members take together; every member must call this.
 
     Raises:
         RpcError: the step failed; the text names the members that did not take it.
     """
-    store = place.store
+    store = meeting.store
     try:
         yield
         store.set(f"{step}_{rank}", "1")
     except RpcError:
         raise
     except (RuntimeError, OSError) as error:
-        what = f"the {_STEPS[step]} of the world could not be started"
-        with naming_store(place, what):
+        failure = f"the {_STEPS[step]} of the world could not be started"
+        with naming_store(meeting, failure):
             store.set(f"{step}_{rank}", "1")
             # All living members end or fail at about the same time.
             deadline = time.monotonic() + _LAST_S
             while (missing := _missing(store, step, names)) and time.monotonic() < deadline:
                 time.sleep(0.01)
             wait_for_readers(store, rank, len(names) - len(missing))
-        who = f"{names_and_verb(missing)} not arrived; " if missing else ""
+        absent = f"{names_and_verb(missing)} not arrived; " if missing else ""
         reason = str(error).strip().partition("\n")[0]
         is_loopback = os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
-        hint = _HOSTS_HINT if place.is_assumed_local and is_loopback else ""
-        raise RpcError(f"{what}: {who}{reason}{hint}") from error
+        hint = _HOSTS_HINT if meeting.is_assumed_local and is_loopback else ""
+        raise RpcError(f"{failure}: {absent}{reason}{hint}") from error
 
 
 def leave_together(
-    place: MeetingPlace, rank: int, names: Mapping[int, str], timeout_s: float
+    meeting: MeetingPlace, rank: int, names: Mapping[int, str], timeout_s: float
 ) -> None:
     """Wait until every member of a world without RPC has called this."""
-    store = place.store
+    store = meeting.store
     deadline = time.monotonic() + timeout_s
-    with naming_store(place, "World.stop()"):
+    with naming_store(meeting, "World.stop()"):
         store.set(f"left_{rank}", "1")
         try:
-            for one in names:
-                if not wait_for_key(store, f"left_{one}", deadline - time.monotonic()):
+            for member_rank in names:
+                if not wait_for_key(store, f"left_{member_rank}", deadline - time.monotonic()):
                     missing = names_and_verb(_missing(store, "left", names))
                     raise RpcError(f"World.stop(): {missing} not arrived within {timeout_s:g} s")
         finally:

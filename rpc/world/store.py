@@ -30,19 +30,22 @@ def resolve_rank(rank: int, world_size: int) -> tuple[int, int]:
     """Return rank and world size; -1 is replaced by the process group's or the launcher's value."""
     rank, world_size = whole_number("rank", rank), whole_number("world_size", world_size)
     if dist.is_initialized():
-        there = [dist.get_rank(), dist.get_world_size()]
+        actual = [dist.get_rank(), dist.get_world_size()]
     else:
-        there = [whole_number(one, os.environ.get(one) or "-1") for one in ("RANK", "WORLD_SIZE")]
-    rank = there[0] if rank == -1 else rank
-    world_size = there[1] if world_size == -1 else world_size
+        actual = [
+            whole_number(variable, os.environ.get(variable) or "-1")
+            for variable in ("RANK", "WORLD_SIZE")
+        ]
+    rank = actual[0] if rank == -1 else rank
+    world_size = actual[1] if world_size == -1 else world_size
     if rank == -1 or world_size == -1:
         raise ValueError(
             "rank and world_size must be given unless a launcher has set RANK and WORLD_SIZE, got "
             f"rank={rank}, world_size={world_size}"
         )
-    if dist.is_initialized() and [rank, world_size] != there:
+    if dist.is_initialized() and [rank, world_size] != actual:
         raise ValueError(
-            f"this process is rank {there[0]} of {there[1]} in its process group, got "
+            f"this process is rank {actual[0]} of {actual[1]} in its process group, got "
             f"rank={rank}, world_size={world_size}"
         )
     if world_size < 1:
@@ -253,7 +256,7 @@ def wait_for_key(store: Store, key: str, timeout_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def naming_store(place: MeetingPlace, what: str) -> Iterator[None]:
+def naming_store(meeting: MeetingPlace, failure: str) -> Iterator[None]:
     """Turn errors of the store into an RpcError that names it, and rank 0 if that keeps it."""
     try:
         yield
@@ -261,7 +264,7 @@ def naming_store(place: MeetingPlace, what: str) -> Iterator[None]:
         raise
     except (OSError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
-        store = f"the store of the world at {place.where}"
+        store = f"the store of the world at {meeting.where}"
         # A shared store is a file, or is kept by the launcher or the default process group.
-        name = store if place.outlives_world else f"rank 0, which keeps {store},"
-        raise RpcError(f"{what}: {name} is gone or cannot be reached: {reason}") from error
+        name = store if meeting.outlives_world else f"rank 0, which keeps {store},"
+        raise RpcError(f"{failure}: {name} is gone or cannot be reached: {reason}") from error

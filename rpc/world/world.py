@@ -163,7 +163,9 @@ class World:
         assert self._meeting is not None
         with on_loopback(self._meeting.is_local):
             group = CollectiveGroup.create(ranks, timeout_s=timeout, backend=backend)
-        living = [one for one in self._collective_groups if not one.destroyed]
+        living = [
+            living_group for living_group in self._collective_groups if not living_group.destroyed
+        ]
         self._collective_groups = [*living, group]
         return group
 
@@ -190,9 +192,9 @@ class World:
         names = tuple(sorted(set(members)))
         for name in names:
             if name not in node.members:
-                known = ", ".join(map(repr, node.members))
+                member_names = ", ".join(map(repr, node.members))
                 hint = did_you_mean(name, node.members)
-                raise ValueError(f"{name!r} is not a member of the world: {known}{hint}")
+                raise ValueError(f"{name!r} is not a member of the world: {member_names}{hint}")
         if self.name not in names:
             raise RuntimeError(f"Creator Process [{self.name}] not in Group [{group_name}]")
         group = RpcGroup(group_name, names)
@@ -203,8 +205,8 @@ class World:
         try:
             node.wait_for_withdrawal(group_name)
             limit = self.rpc_timeout if timeout == -1 else timeout
-            what = f"group {group_name!r}"
-            group.generation = node.meet(("group", group_name), names, what, limit).number
+            description = f"group {group_name!r}"
+            group.generation = node.meet(("group", group_name), names, description, limit).number
         except BaseException:
             group.destroy()
             raise
@@ -282,12 +284,12 @@ class World:
                 "another one"
             )
 
-    def _meet(self, place: str | None, settings: dict[str, Any]) -> MeetingPlace:
+    def _meet(self, address: str | None, settings: dict[str, Any]) -> MeetingPlace:
         self._has_collectives: bool = settings["init_dist"]
-        self._meeting = find_place(place, self.world_size, self.dist_timeout)
-        own = Member(self.name, self.rank, {"world_size": self.world_size, **settings})
+        self._meeting = find_place(address, self.world_size, self.dist_timeout)
+        member = Member(self.name, self.rank, {"world_size": self.world_size, **settings})
         self.rank_name_map = agree_on_members(
-            self._meeting, own, self.world_size, self.dist_timeout
+            self._meeting, member, self.world_size, self.dist_timeout
         )
         if self.rank == 0:
             warn_of_open_store(self._meeting)
@@ -324,11 +326,11 @@ class _Ending:
         A lock is not used, because a signal handler would deadlock on a lock of the thread that it
         interrupts. If that thread is ending the world, the handler must not wait for it either.
         """
-        own = threading.get_ident(), object()
-        first = self._claims.setdefault("first", own)
-        if first is not own and first[0] != own[0]:
+        ticket = threading.get_ident(), object()
+        winner = self._claims.setdefault("first", ticket)
+        if winner is not ticket and winner[0] != ticket[0]:
             self.is_over.wait(timeout_s)
-        return first is own
+        return winner is ticket
 
     def begin(self, timeout_s: float) -> None:
         self._deadline = time.monotonic() + timeout_s

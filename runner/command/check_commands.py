@@ -33,7 +33,11 @@ def run_check(options: Options) -> int:
     model = parts["model"].module
     count = sum(parameter.numel() for parameter in model.parameters())
     # fully_shard replaces the class of the model by a subclass.
-    kind = next(one for one in type(model).__mro__ if "torch.distributed" not in one.__module__)
+    kind = next(
+        model_class
+        for model_class in type(model).__mro__
+        if "torch.distributed" not in model_class.__module__
+    )
     loops = ["train"] if parts.get("train_loop") is not None else []
     for name in ("val", "test"):
         sets = ", ".join(run.data.sets_of(name))
@@ -126,8 +130,10 @@ def run_summary(options: Options) -> int:
         print(line)
     if summary.error is None:
         return 0
-    what = " ".join(f"{type(summary.error).__name__}: {summary.error}".split())
-    print(f"the forward of the first batch failed, so shapes are missing: {what}", file=sys.stderr)
+    message = " ".join(f"{type(summary.error).__name__}: {summary.error}".split())
+    print(
+        f"the forward of the first batch failed, so shapes are missing: {message}", file=sys.stderr
+    )
     return 1
 
 
@@ -158,6 +164,6 @@ def size_lines(summary: Summary) -> Iterator[str]:
     if summary.error is None:
         batch = "the first batch"
         if summary.samples:
-            each = with_unit(summary.flops / summary.samples, "FLOPs")
-            batch = f"a batch of {summary.samples}, {each} for one sample"
+            per_sample = with_unit(summary.flops / summary.samples, "FLOPs")
+            batch = f"a batch of {summary.samples}, {per_sample} for one sample"
         yield f"forward: {with_unit(summary.flops, 'FLOPs')} for {batch}"

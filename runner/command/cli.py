@@ -37,8 +37,8 @@ class CommandGroup(click.Group):
     @cached_property
     def entries(self) -> dict[str, EntryPoint]:
         """Map names to entry points; our commands take precedence over others of the same name."""
-        found = entry_points(group=GROUP)
-        ours_last = sorted(found, key=lambda entry: entry.value.startswith("stepwrap."))
+        points = entry_points(group=GROUP)
+        ours_last = sorted(points, key=lambda entry: entry.value.startswith("stepwrap."))
         return {entry.name: entry for entry in ours_last}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -53,7 +53,7 @@ class CommandGroup(click.Group):
                 raise TypeError(f"{command!r} is not a click.Command")
         except (Exception, SystemExit) as error:
             return _unavailable(self.entries[name], error)
-        if not any(one.name == DEBUG.name for one in command.params):
+        if not any(param.name == DEBUG.name for param in command.params):
             command.params.append(
                 click.Option(DEBUG.opts, is_flag=True, expose_value=False, help=DEBUG.help)
             )
@@ -63,24 +63,24 @@ class CommandGroup(click.Group):
         if ctx.resilient_parsing:
             # The shell is completing a command line, which need not be valid yet.
             return super().parse_args(ctx, args)
-        name, *rest = args or ["--help"]
-        known = self.list_commands(ctx)
-        if not known:
+        name, *arguments = args or ["--help"]
+        names = self.list_commands(ctx)
+        if not names:
             raise mistake("stepwrap: the entry points are missing; install the package again")
         if name in ctx.help_option_names:
             return super().parse_args(ctx, [name])
         name = "version" if name == "--version" else name
-        if name not in known:
-            near = nearest(name, known, limit=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        if name not in names:
+            near = nearest(name, names, limit=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
             raise mistake(f"stepwrap: there is no command {name}; {hint}")
-        return super().parse_args(ctx, [name, *rest])
+        return super().parse_args(ctx, [name, *arguments])
 
 
 def _unavailable(entry: EntryPoint, error: BaseException) -> click.Command:
     """Return a placeholder for a command that cannot be imported; calling it raises the error."""
-    what = f"cannot be imported from {entry.module}: {type(error).__name__}: {error}"
-    line = " ".join(what.split())
+    message = f"cannot be imported from {entry.module}: {type(error).__name__}: {error}"
+    line = " ".join(message.split())
 
     def fail() -> NoReturn:
         problem = Problem("", f"stepwrap {entry.name}: {line}", cause=error)
@@ -171,12 +171,15 @@ def _print_error(error: BaseException, debug: bool) -> int:
     is_mistake = failures[0].kind == "ConfigError"
     if is_mistake:
         # Most ranks report the same mistakes.
-        mistakes = [one for one in failures if one.kind == failures[0].kind]
-        traces, lines = [mistakes[0].trace], list(dict.fromkeys(one.message for one in mistakes))
+        mistakes = [failure for failure in failures if failure.kind == failures[0].kind]
+        traces, lines = (
+            [mistakes[0].trace],
+            list(dict.fromkeys(failure.message for failure in mistakes)),
+        )
     else:
-        ranks = ["" if one.rank is None else f"rank {one.rank}: " for one in failures]
+        ranks = ["" if failure.rank is None else f"rank {failure.rank}: " for failure in failures]
         pairs = zip(reversed(ranks), reversed(failures), strict=True)
-        traces = [f"{rank}{one.trace}\n" for rank, one in pairs]
+        traces = [f"{rank}{failure.trace}\n" for rank, failure in pairs]
         lines = list(failures[0].lines())
         if not debug:
             lines.append("  --debug shows the whole traceback")

@@ -100,8 +100,8 @@ class Command(click.Command):
         """Return the config to run and its overrides; subclasses may override this."""
         return options.words[0], options.words[1:]
 
-    def _run(self, **given: Any) -> int:
-        options = Options(command=self.name, **{**given, "words": list(given["words"])})
+    def _run(self, **params: Any) -> int:
+        options = Options(command=self.name, **{**params, "words": list(params["words"])})
         _split_optional_values(options)
         self._check_words(options.words)
         if self._section is not None:
@@ -163,10 +163,12 @@ class Command(click.Command):
         examined = examine_names(config)
         problems = examined.problems
         if examined.config.select(needed) is None:
-            parts = needed.split(".")
-            if not any(nearest(one.key.rpartition(".")[2], parts) for one in problems):
-                what = f"{self.name} needs this section, but it is missing"
-                problems.append(Problem(needed, what))
+            section_names = needed.split(".")
+            if not any(
+                nearest(problem.key.rpartition(".")[2], section_names) for problem in problems
+            ):
+                message = f"{self.name} needs this section, but it is missing"
+                problems.append(Problem(needed, message))
         if "nproc" in given:
             problems += _too_many_processes(examined.config)
         if problems:
@@ -250,8 +252,8 @@ def from_zero(text: str) -> int:
 
 def _steps(text: str) -> int | str:
     if not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", text):
-        what = f"must be a step number or a range such as 1200-1210, got {text!r}"
-        raise click.BadParameter(what)
+        message = f"must be a step number or a range such as 1200-1210, got {text!r}"
+        raise click.BadParameter(message)
     return int(text) if text.isdecimal() else text
 
 

@@ -72,14 +72,14 @@ class _PredictCommand(Command):
         """Return the config and its overrides, with the section of ``--data`` as ``data.test``."""
         source, overrides = super().source(options)
         data = options.data or "test"
-        name, _, one = data.partition(".")
+        name, _, set_name = data.partition(".")
         if name in ("train", "val", "test") and not data.endswith((".yaml", ".yml")):
             section = _data_in(load_config(source, overrides)).get(name)
             if section is None:
-                what = f"the config has no data.{name}; choose other data with --data"
-                raise mistake(f"stepwrap predict: {what}")
-            section = _one_set(name, one, section)
-            if name == "test" and not one:
+                message = f"the config has no data.{name}; choose other data with --data"
+                raise mistake(f"stepwrap predict: {message}")
+            section = _one_set(name, set_name, section)
+            if name == "test" and not set_name:
                 return source, overrides
             if "type" not in section:
                 # build_loader builds this loader. Make it read each sample once, in order.
@@ -87,22 +87,24 @@ class _PredictCommand(Command):
         else:
             hint = did_you_mean(data, ("train", "val", "test"))
             if hint and not Path(data).exists():
-                what = f"--data: there is no file {data}, and no such section of data{hint}"
-                raise mistake(f"stepwrap predict: {what}")
+                message = f"--data: there is no file {data}, and no such section of data{hint}"
+                raise mistake(f"stepwrap predict: {message}")
             section = _section_in(data)
         return source, [f"data.test={json.dumps({'_delete_': True, **section})}", *overrides]
 
 
-def _one_set(name: str, one: str, section: dict[str, Any]) -> dict[str, Any]:
-    """Return the set ``one`` of ``data.<name>``; for "", the section, which must not have sets."""
+def _one_set(name: str, set_name: str, section: dict[str, Any]) -> dict[str, Any]:
+    """Return the set ``set_name`` of ``data.<name>``; for "", the section if it has no sets."""
     sets = sets_in({"data": {name: section}}).get(name, {})
-    if one in sets or not (one or sets):
-        return dict(sets.get(one, section))
-    known = ", ".join(f"--data {name}.{each}" for each in sets) or f"--data {name}"
-    if not one:
-        raise mistake(f"stepwrap predict: data.{name} has several sets; choose one: {known}")
-    hint = did_you_mean(one, sets)
-    raise mistake(f"stepwrap predict: data.{name} has no set {one!r}{hint}; there is: {known}")
+    if set_name in sets or not (set_name or sets):
+        return dict(sets.get(set_name, section))
+    choices = ", ".join(f"--data {name}.{candidate}" for candidate in sets) or f"--data {name}"
+    if not set_name:
+        raise mistake(f"stepwrap predict: data.{name} has several sets; choose one: {choices}")
+    hint = did_you_mean(set_name, sets)
+    raise mistake(
+        f"stepwrap predict: data.{name} has no set {set_name!r}{hint}; there is: {choices}"
+    )
 
 
 def _section_in(path: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def run_export(options: Options) -> int:
     except ExportError as error:
         raise mistake(f"stepwrap export: {error}") from error
     files = [path] if path.is_file() else [*path.iterdir()]
-    print(f"exported: {path} ({sum(one.stat().st_size for one in files) / 1e6:.2f} MB)")
+    print(f"exported: {path} ({sum(file.stat().st_size for file in files) / 1e6:.2f} MB)")
     for name, shape in export.inputs.items():
         print(f"input: {name} ({', '.join(map(str, shape))})")
     print(f"largest difference from the model: {export.difference:.2g}")

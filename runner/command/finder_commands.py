@@ -26,8 +26,10 @@ def run_lr_find(options: Options) -> int:
         hint = did_you_mean(name, names) or f"; there is {', '.join(names)}"
         raise mistake(f"stepwrap lr-find: --optimizer: there is no optimizer {name!r}{hint}")
     if not 0 < options.low < options.high:
-        what = f"--low must be above 0 and below --high, got {options.low:g} and {options.high:g}"
-        raise mistake(f"stepwrap lr-find: {what}")
+        message = (
+            f"--low must be above 0 and below --high, got {options.low:g} and {options.high:g}"
+        )
+        raise mistake(f"stepwrap lr-find: {message}")
     job = Job("train", options.examined.config, run, debug=options.debug)
     with raising_stops():
         arguments = (job, options.low, options.high, options.steps, name)
@@ -57,8 +59,8 @@ def run_batch_size_find(options: Options) -> int:
     run = _training(options)
     section = run.data.train
     if not isinstance(section, LoaderSection):
-        what = "batch-size-find needs a section with batch_size, not a custom loader"
-        raise ConfigError([Problem("data.train", what)])
+        message = "batch-size-find needs a section with batch_size, not a custom loader"
+        raise ConfigError([Problem("data.train", message)])
     job = Job("train", options.examined.config, run, debug=options.debug)
 
     def fits(size: int) -> Fit:
@@ -79,10 +81,10 @@ def run_batch_size_find(options: Options) -> int:
 
 def _training(options: Options) -> RunSections:
     if started_outside():
-        what = "starts its processes itself; use --nproc instead of torchrun or srun"
-        raise mistake(f"stepwrap {options.command} {what}")
+        message = "starts its processes itself; use --nproc instead of torchrun or srun"
+        raise mistake(f"stepwrap {options.command} {message}")
     run = read_sections(options.examined)
     if run.train is None:
-        what = f"{options.command} needs this section, but it is missing"
-        raise ConfigError([Problem("train", what)])
+        message = f"{options.command} needs this section, but it is missing"
+        raise ConfigError([Problem("train", message)])
     return run

@@ -143,17 +143,17 @@ def run_init(options: Options) -> int:
     folder = Path(options.words[0])
     name = options.name or folder.resolve().name
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
-        what = f"the name must consist of letters, digits, _, - and ., got {name!r}"
-        raise mistake(f"stepwrap init: {what}; choose another one with --name")
-    existing = [one for one in _FILES if (folder / one).exists()]
+        message = f"the name must consist of letters, digits, _, - and ., got {name!r}"
+        raise mistake(f"stepwrap init: {message}; choose another one with --name")
+    existing = [file for file in _FILES if (folder / file).exists()]
     if existing:
-        what = f"{folder} already has {', '.join(existing)}; nothing was written"
-        raise mistake(f"stepwrap init: {what}; choose a new folder")
+        message = f"{folder} already has {', '.join(existing)}; nothing was written"
+        raise mistake(f"stepwrap init: {message}; choose a new folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for one, text in _FILES.items():
-            content = text.format(name=name) if one in _WITH_NAME else text
-            (folder / one).write_text(content, encoding="utf-8")
+        for file, text in _FILES.items():
+            content = text.format(name=name) if file in _WITH_NAME else text
+            (folder / file).write_text(content, encoding="utf-8")
     except OSError as error:
         raise mistake(f"stepwrap init: {folder} cannot be written: {error.strerror}") from error
     print(f"created {folder} with {', '.join(_FILES)}")

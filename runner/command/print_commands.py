@@ -77,10 +77,13 @@ def _long_listing(entries: Sequence[Registration]) -> Iterator[str]:
 
 
 def _short_listing(entries: Sequence[Registration]) -> list[str]:
-    own = [entry.name for entry in entries if entry.source.startswith("stepwrap.")]
-    others = Counter(entry.source for entry in entries if entry.name not in own)
-    parts = [*own, *(f"{count} classes of {source}" for source, count in others.items())]
-    return textwrap.wrap(", ".join(parts) or "nothing yet", 96, break_on_hyphens=False)
+    our_names = [entry.name for entry in entries if entry.source.startswith("stepwrap.")]
+    other_counts = Counter(entry.source for entry in entries if entry.name not in our_names)
+    texts = [
+        *our_names,
+        *(f"{count} classes of {source}" for source, count in other_counts.items()),
+    ]
+    return textwrap.wrap(", ".join(texts) or "nothing yet", 96, break_on_hyphens=False)
 
 
 def run_plot(options: Options) -> int:
@@ -158,12 +161,12 @@ def _charts(curves: Curves) -> Curves:
     charts: Curves = {}
     values = Counter(name.partition("/")[2] or name for name in curves)
     for name, phases in curves.items():
-        first, _, rest = name.partition("/")
-        if first == "lr" and rest:
-            charts.setdefault("lr", {})[rest] = next(iter(phases.values()))
-        elif rest and values[rest] > 1:
-            sets = {f"{phase} {first}": points for phase, points in phases.items()}
-            charts.setdefault(rest, {}).update(sets)
+        head, _, tail = name.partition("/")
+        if head == "lr" and tail:
+            charts.setdefault("lr", {})[tail] = next(iter(phases.values()))
+        elif tail and values[tail] > 1:
+            sets = {f"{phase} {head}": points for phase, points in phases.items()}
+            charts.setdefault(tail, {}).update(sets)
         else:
             charts.setdefault(name, {}).update(phases)
     return charts
@@ -171,12 +174,16 @@ def _charts(curves: Curves) -> Curves:
 
 def _draw(panel: Any, name: str, lines: dict[str, list[tuple[float, float]]]) -> None:
     # The other colors are for sets and parameter groups.
-    others = (f"C{at}" for at in range(3, 3 + len(lines)))
+    other_colors = (f"C{at}" for at in range(3, 3 + len(lines)))
     for label, points in lines.items():
         steps, values = zip(*points, strict=True)
         marker = "." if len(points) < 30 else ""
         panel.plot(
-            steps, values, label=label, marker=marker, color=_COLORS.get(label) or next(others)
+            steps,
+            values,
+            label=label,
+            marker=marker,
+            color=_COLORS.get(label) or next(other_colors),
         )
     panel.set_title(name)
     panel.set_xlabel("step")

@@ -57,8 +57,8 @@ def run_with_restarts(job: Job) -> dict[int, Outcome]:
             source = find_checkpoint(folder) if has_saved else job.resume
             nproc = job.run.launch.nproc
             ranks = "the only rank" if nproc == 1 else f"all {nproc} ranks"
-            left = f"{max_restarts - count - 1} of {max_restarts} restarts left"
-            _print(f"restarting {ranks} from {source or 'the beginning'}; {left}")
+            remaining = f"{max_restarts - count - 1} of {max_restarts} restarts left"
+            _print(f"restarting {ranks} from {source or 'the beginning'}; {remaining}")
 
 
 def _print(text: str) -> None:

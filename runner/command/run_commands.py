@@ -37,11 +37,13 @@ def run_train(options: Options) -> int:
     if options.fresh and resume:
         raise ConfigError([Problem("", "--fresh and --resume exclude each other")])
     if options.dry_run and resume:
-        what = "--dry-run and --resume exclude each other: a dry run starts from the beginning"
-        raise ConfigError([Problem("", what)])
+        message = "--dry-run and --resume exclude each other: a dry run starts from the beginning"
+        raise ConfigError([Problem("", message)])
     if options.without_step and resume:
-        first = min(int(str(one).partition("-")[0]) for one in options.without_step)
-        resume = _checkpoint_before(first, Path(run.run_dir), resume)
+        first_step = min(
+            int(str(step_text).partition("-")[0]) for step_text in options.without_step
+        )
+        resume = _checkpoint_before(first_step, Path(run.run_dir), resume)
     switches = {name: getattr(options, name) for name in ("dry_run", "debug", "fresh")}
     job = Job("train", config, run, resume=resume, **switches)
     if started_outside():
@@ -83,10 +85,10 @@ def _new_folder(options: Options, run_dir: Path) -> Iterator[None]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        what = f"the folder {run_dir} cannot be created: {error.strerror}"
+        message = f"the folder {run_dir} cannot be created: {error.strerror}"
         if options.run_dir is not None:
-            raise mistake(f"--run-dir: {what}") from error
-        raise run_dir_error(options.examined.config, what) from error
+            raise mistake(f"--run-dir: {message}") from error
+        raise run_dir_error(options.examined.config, message) from error
     try:
         yield
     except BaseException:
@@ -149,9 +151,9 @@ def _naming_checkpoints(job: Job, folder: Path) -> Iterator[None]:
         saved, aside = checkpoint_times(folder), checkpoint_times(folder, "incomplete_")
         if job.command != "train" or (saved, aside) == (before, set_aside):
             raise
-        last = next(reversed(saved), None)
-        rest = next(reversed(aside), None) if aside != set_aside else None
-        raise TrainingFailed(folder / "config.yaml", last, rest) from error
+        last_saved = next(reversed(saved), None)
+        incomplete = next(reversed(aside), None) if aside != set_aside else None
+        raise TrainingFailed(folder / "config.yaml", last_saved, incomplete) from error
     except (KeyboardInterrupt, Terminated) as error:
         number = error.number if isinstance(error, Terminated) else signal.SIGINT
         saved = checkpoint_times(folder)
@@ -187,13 +189,13 @@ def _report(job: Job, outcome: Outcome) -> int:
 
 def _report_stop(folder: Path, outcome: Outcome) -> None:
     name = "Ctrl-C" if outcome.signal == signal.SIGINT else signal.Signals(outcome.signal).name
-    what = f"stopped by {name}: at step {outcome.step} (epoch {outcome.epoch})"
+    message = f"stopped by {name}: at step {outcome.step} (epoch {outcome.epoch})"
     saved = list_checkpoints(folder / "checkpoints")
     if not saved:
-        print(f"{what}; nothing was saved (hooks.checkpoint is off)")
+        print(f"{message}; nothing was saved (hooks.checkpoint is off)")
     else:
         path, meta = saved[0]
-        print(f"{what}; saved {path}")
+        print(f"{message}; saved {path}")
         _report_evaluated(folder, meta)
         print(f"continue with: stepwrap train {folder / 'config.yaml'} --resume")
 
@@ -277,6 +279,6 @@ def run_env(options: Options) -> int:
     backends = ("gloo", "nccl", "mpi", "ucc", "xccl")
     present = [name for name in backends if dist.is_backend_available(name)]
     facts["back-ends"] = ", ".join(present) or "none"
-    for what, value in facts.items():
-        print(f"{what:<20}: {value}")
+    for fact, value in facts.items():
+        print(f"{fact:<20}: {value}")
     return 0

@@ -31,8 +31,10 @@ def run_sweep(options: Options) -> int:
     if find_spec("optuna") is None:
         raise mistake("stepwrap sweep needs Optuna: pip install 'stepwrap[sweep]'")
     if started_outside():
-        what = "starts the processes of each trial itself; use --nproc instead of torchrun or srun"
-        raise mistake(f"stepwrap sweep {what}")
+        message = (
+            "starts the processes of each trial itself; use --nproc instead of torchrun or srun"
+        )
+        raise mistake(f"stepwrap sweep {message}")
     space = read_space(options.space)
     run = read_sections(options.examined)
     if run.train is None:
@@ -41,8 +43,10 @@ def run_sweep(options: Options) -> int:
     metric, higher_is_better = _goal(options, run)
     folder = Path(options.folder or Path("sweeps", run.name))
     if any(folder.glob("trial_*/output.txt")) and not options.resume:
-        what = f"{folder} already holds a sweep: continue it with --resume, or choose another one"
-        raise mistake(f"stepwrap sweep: {what} with --folder")
+        message = (
+            f"{folder} already holds a sweep: continue it with --resume, or choose another one"
+        )
+        raise mistake(f"stepwrap sweep: {message} with --folder")
     with raising_stops(), locked_run_dir(folder):
         try:
             sweep = Sweep(
@@ -63,15 +67,15 @@ def _goal(options: Options, run: RunSections) -> tuple[str, bool]:
         metrics = rehearse(run)["val_loop"].metrics
     best = (run.hooks.get("checkpoint") or {}).get("keep_best")
     name = (options.metric or best or next(iter(metrics), "")).removeprefix("val/")
-    if not any(f"{name}/".startswith(f"{one}/") for one in metrics):
-        known = ", ".join(metrics) or "none: the config needs metrics"
-        hint = did_you_mean(name, metrics) or f"; there is {known}"
-        what = f"--metric must name a validation metric, got {name!r}{hint}"
-        raise mistake(f"stepwrap sweep: {what}")
+    if not any(f"{name}/".startswith(f"{metric}/") for metric in metrics):
+        choices = ", ".join(metrics) or "none: the config needs metrics"
+        hint = did_you_mean(name, metrics) or f"; there is {choices}"
+        message = f"--metric must name a validation metric, got {name!r}{hint}"
+        raise mistake(f"stepwrap sweep: {message}")
     higher = direction_of(name, directions_of(metrics))
     if options.mode is None and higher is None:
-        what = f"whether higher values of {name} are better is unknown; use --mode max or min"
-        raise mistake(f"stepwrap sweep: {what}")
+        message = f"whether higher values of {name} are better is unknown; use --mode max or min"
+        raise mistake(f"stepwrap sweep: {message}")
     return name, higher is True if options.mode is None else options.mode == "max"
 
 
@@ -126,10 +130,10 @@ def _print_table(sweep: Sweep, ranked: list[FrozenTrial]) -> None:
     table = Table()
     for name in ("trial", sweep.metric, *_short_names(sweep)):
         table.add_column(name, justify="left" if name == "trial" else "right", overflow="fold")
-    for one in ranked[:_SHOWN]:
-        name = sweep.run_dir(one).name.removeprefix("trial_")
-        value = f"{one.value:.4g}{' (pruned)' if is_pruned(one) else ''}"
-        table.add_row(name, value, *map(_number, sweep.values_of(one).values()))
+    for trial in ranked[:_SHOWN]:
+        name = sweep.run_dir(trial).name.removeprefix("trial_")
+        value = f"{trial.value:.4g}{' (pruned)' if is_pruned(trial) else ''}"
+        table.add_row(name, value, *map(_number, sweep.values_of(trial).values()))
     Console(highlight=False).print(table)
 
 
@@ -140,8 +144,8 @@ def _short_names(sweep: Sweep) -> list[str]:
     return [key if short.count(name) > 1 else name for key, name in pairs]
 
 
-def _shown(item: tuple[str, Any]) -> str:
-    return f"{item[0]}={_number(item[1])}"
+def _shown(pair: tuple[str, Any]) -> str:
+    return f"{pair[0]}={_number(pair[1])}"
 
 
 def _number(value: Any) -> str:

@@ -105,7 +105,7 @@ def convert_config(
     for key in top:
         top.note(key, _UNKNOWN)
     draft.list_absent_libraries()
-    order = dict.fromkeys((*_FIRST, *(one.name for one in fields(RunSections))))
+    order = dict.fromkeys((*_FIRST, *(section.name for section in fields(RunSections))))
     config = {
         key: _yaml_value(draft, draft.sections[key], key) for key in order if key in draft.sections
     }
@@ -118,10 +118,10 @@ _FIRST = ("name", "imports", "seed", "deterministic", "run_dir")
 def _yaml_value(draft: Draft, value: Any, path: str) -> Any:
     """Return a value that YAML can represent; list anything else as a miss."""
     if isinstance(value, Mapping):
-        pairs = ((key, one, f"{path}.{key}") for key, one in value.items())
-        return {_key(draft, key, at): _yaml_value(draft, one, at) for key, one, at in pairs}
+        pairs = ((key, entry, f"{path}.{key}") for key, entry in value.items())
+        return {_key(draft, key, at): _yaml_value(draft, entry, at) for key, entry, at in pairs}
     if isinstance(value, (list, tuple)):
-        return [_yaml_value(draft, one, f"{path}.{at}") for at, one in enumerate(value)]
+        return [_yaml_value(draft, entry, f"{path}.{at}") for at, entry in enumerate(value)]
     if value is None or isinstance(value, (str, int, float)):
         return value
     return _text(draft, value, path, f"YAML cannot represent a {type(value).__name__}")
@@ -151,18 +151,18 @@ def _default_type(table: str, default: str, refusal: str, *rows: Row) -> Take:
     If the dict's type is not ``default``, it is listed as a miss with the text ``refusal``.
     """
 
-    def make(given: Section) -> Any:
-        kind = given.kind(table, default)
+    def make(section: Section) -> Any:
+        kind = section.kind(table, default)
         if kind != default:
-            given.miss("type", refusal.format(kind))
-        return walk(given, rows)
+            section.miss("type", refusal.format(kind))
+        return walk(section, rows)
 
     return inside(make)
 
 
 def _imports(section: Section, key: str) -> Any:
-    given = section.pop(key, None) or []
-    return [given] if isinstance(given, str) else list(given)
+    modules = section.pop(key, None) or []
+    return [modules] if isinstance(modules, str) else list(modules)
 
 
 def _resume(section: Section, key: str) -> Any:
@@ -183,8 +183,8 @@ def _load_from(section: Section, key: str) -> Any:
 
 
 def _compile(section: Section, key: str) -> Any:
-    given = section[key]
-    if not isinstance(given, Mapping) or not given.get("enable", True):
+    settings = section[key]
+    if not isinstance(settings, Mapping) or not settings.get("enable", True):
         return True if section.pop(key) is True else NOTHING
     options = Section(section.draft, section.pop(key), key)
     walk(options, (Row("enable"), Row("target", same=("forward",), refusal=NO_COUNTERPART)))
@@ -197,10 +197,10 @@ def _model(section: Section, key: str) -> Any:
     if model is None:
         section.miss(key, "is missing: a run needs one")
         return NOTHING
-    part = model.part("MODELS")
+    built = model.part("MODELS")
     if preprocessor is not None:
-        part.setdefault("data_preprocessor", draft.plain(preprocessor))
-    return part
+        built.setdefault("data_preprocessor", draft.plain(preprocessor))
+    return built
 
 
 _WRAPPERS = {
@@ -213,69 +213,73 @@ _WRAPPERS = {
 
 def _wrapper(section: Section, key: str) -> Any:
     unused, sync = section.pop("find_unused_parameters", False), section.pop("sync_bn", None)
-    given = section.below(key)
+    wrapper_section = section.below(key)
     options: dict[str, Any] = {"type": "ddp"}
-    if given is not None:
-        kind = given.kind("MODEL_WRAPPERS", "MMDistributedDataParallel")
+    if wrapper_section is not None:
+        kind = wrapper_section.kind("MODEL_WRAPPERS", "MMDistributedDataParallel")
         if kind not in _WRAPPERS:
-            what = f"{kind} is an mmengine wrapper: write a subclass of one in stepwrap.wrappers"
-            given.miss("type", what)
+            message = f"{kind} is an mmengine wrapper: write a subclass of one in stepwrap.wrappers"
+            wrapper_section.miss("type", message)
             return NOTHING
-        options = _wrapper_options(given, _WRAPPERS[kind])
+        options = _wrapper_options(wrapper_section, _WRAPPERS[kind])
     elif unused:
         options["find_unused_parameters"] = True
     if sync is not None and options["type"] == "ddp":
         options["sync_batchnorm"] = True
     elif sync is not None:
         section.miss("sync_bn", f"is an option of ddp, not of {options['type']}")
-    return options if given is not None or unused or sync is not None else NOTHING
+    return options if wrapper_section is not None or unused or sync is not None else NOTHING
 
 
-def _wrapper_options(given: Section, kind: str) -> dict[str, Any]:
+def _wrapper_options(section: Section, kind: str) -> dict[str, Any]:
     # Our wrapper sets these itself.
-    walk(given, dropped("device_ids", "output_device", "use_orig_params", "module"))
-    options = {"type": kind, **as_yaml(given)}
+    walk(section, dropped("device_ids", "output_device", "use_orig_params", "module"))
+    options = {"type": kind, **as_yaml(section)}
     # Wrong values are reported by `stepwrap check`.
     for problem in check_component(options, MODEL_WRAPPERS, "", ("module",)):
         if "no such argument" in problem.what:
             del options[problem.key.removeprefix(".")]
-    for key in options.keys() & given.keys():
-        del given[key]
-    given.close(f"is not an option of {kind}")
+    for key in options.keys() & section.keys():
+        del section[key]
+    section.close(f"is not an option of {kind}")
     return options
 
 
 _CONSTRUCTORS = ("", "DefaultOptimWrapperConstructor")
-_PARAMWISE = tuple(one.name for one in fields(ParamwiseSection))
+_PARAMWISE = tuple(setting.name for setting in fields(ParamwiseSection))
 
 
-def _optimization(given: Section) -> Any:
+def _optimization(optim_section: Section) -> Any:
     """Return our sections for one or several optimizers and their wrappers."""
-    constructor = bare_name(given.pop("constructor", ""))
-    names = [name for name, one in given.items() if isinstance(one, Mapping) and "optimizer" in one]
-    if "optimizer" in given or not names:
+    constructor = bare_name(optim_section.pop("constructor", ""))
+    names = [
+        name
+        for name, member in optim_section.items()
+        if isinstance(member, Mapping) and "optimizer" in member
+    ]
+    if "optimizer" in optim_section or not names:
         if constructor not in _CONSTRUCTORS:
-            given.miss("constructor", "is not converted, only its paramwise options are")
-        return _single(given)
+            optim_section.miss("constructor", "is not converted, only its paramwise options are")
+        return _single(optim_section)
     if constructor not in (*_CONSTRUCTORS, "MultiOptimWrapperConstructor"):
-        given.miss("constructor", _BY_CHILDREN)
-    made: dict[str, Any] = {"optimizer": {}}
+        optim_section.miss("constructor", _BY_CHILDREN)
+    sections: dict[str, Any] = {"optimizer": {}}
     for name in names:
-        one = given.below(name)
-        for section, settings in _single(one).items() if one is not None else ():
-            made.setdefault(section, {})[name] = settings
-    return made
+        member = optim_section.below(name)
+        for section, settings in _single(member).items() if member is not None else ():
+            sections.setdefault(section, {})[name] = settings
+    return sections
 
 
 def _single(section: Section) -> dict[str, Any]:
     """Return our sections for one optimizer and, if there are settings for it, its wrapper."""
-    made = walk(section, _OPTIMIZER)
-    if "type" not in made.setdefault("optimizer", {}):
+    converted = walk(section, _OPTIMIZER)
+    if "type" not in converted.setdefault("optimizer", {}):
         section.miss("optimizer", "is missing: training needs one")
     # All other options are arguments of the wrapper's class.
     wrapper = walk(section, _OPTIM_WRAPPER) | section
     section.clear()
-    return made | ({"optim_wrapper": wrapper} if wrapper else {})
+    return converted | ({"optim_wrapper": wrapper} if wrapper else {})
 
 
 def _paramwise(given: Section) -> Any:
@@ -283,8 +287,8 @@ def _paramwise(given: Section) -> Any:
         if key in given:
             given.miss(key, _LAYER_DECAY)
             walk(given, dropped(key, "num_layers", "decay_type"))
-    known = walk(given, kept(*_PARAMWISE))
-    return {**known, "as_mmengine": True} if known else NOTHING
+    options = walk(given, kept(*_PARAMWISE))
+    return {**options, "as_mmengine": True} if options else NOTHING
 
 
 def _optim_wrapper_type(section: Section, key: str) -> Any:
@@ -303,7 +307,7 @@ def _accumulated(section: Section, key: str) -> Any:
 
 
 _OPTIMIZER = (
-    Row("optimizer", "optimizer", inside(lambda given: given.part("OPTIMIZERS"))),
+    Row("optimizer", "optimizer", inside(lambda section: section.part("OPTIMIZERS"))),
     Row("paramwise_cfg", "optimizer.paramwise", inside(_paramwise)),
 )
 _OPTIM_WRAPPER = (
@@ -311,7 +315,12 @@ _OPTIM_WRAPPER = (
     Row("accumulative_counts", "accumulative_counts", _accumulated),
     *dropped("use_fsdp"),
     *drop_if(clip_grad=None, loss_scale="dynamic"),
-    Row("dtype", "dtype", lambda one, key: str(one.pop(key)).removeprefix("torch."), same=(None,)),
+    Row(
+        "dtype",
+        "dtype",
+        lambda section, key: str(section.pop(key)).removeprefix("torch."),
+        same=(None,),
+    ),
 )
 
 
@@ -356,7 +365,7 @@ def _counted(section: Section, key: str) -> Any:
     if draft.by_epoch:
         return value
     if isinstance(value, (list, tuple)):
-        return [[draft.updates(one, section.at(key)) for one in pair] for pair in value]
+        return [[draft.updates(number, section.at(key)) for number in pair] for pair in value]
     return draft.updates(value, section.at(key))
 
 
@@ -366,45 +375,45 @@ _INTERVALS = (
 )
 
 
-def _loader(given: Section) -> Any:
-    draft, train = given.draft, given.path == "train_dataloader"
-    if draft.keep_order or not _is_ours(given, train):
+def _loader(section: Section) -> Any:
+    draft, train = section.draft, section.path == "train_dataloader"
+    if draft.keep_order or not _is_ours(section, train):
         # Let mmengine build the whole loader, with its samplers, order and batches.
-        plain = draft.plain({"type": "", **given})
+        plain = draft.plain({"type": "", **section})
         del plain["type"]
-        given.clear()
+        section.clear()
         return {"type": _BUILDER, "dataloader": plain, "seed": draft.sections.get("seed", 0)}
-    loader = walk(given, _LOADER)
-    endless = draft.known_as(given["sampler"].get("type"), "DATA_SAMPLERS") == "InfiniteSampler"
+    loader = walk(section, _LOADER)
+    endless = draft.known_as(section["sampler"].get("type"), "DATA_SAMPLERS") == "InfiniteSampler"
     if train and endless and not loader.get("drop_last"):
-        given.miss("sampler.type", _PASSES)
-    return walk(given, _ORDER, loader)
+        section.miss("sampler.type", _PASSES)
+    return walk(section, _ORDER, loader)
 
 
 def _is_ours(section: Section, train: bool) -> bool:
     """Return whether our loader behaves the same with these settings."""
     sampler, collate = section.get("sampler"), section.get("collate_fn")
-    others = ("batch_sampler", "worker_init_fn", "num_batch_per_epoch", "timeout")
+    unsupported = ("batch_sampler", "worker_init_fn", "num_batch_per_epoch", "timeout")
     return (
         isinstance(sampler, Mapping)
         and section.draft.known_as(sampler.get("type"), "DATA_SAMPLERS")
         in ("DefaultSampler", "InfiniteSampler")
         and (not train or bool(sampler.get("round_up", True)))
         and (collate is None or (isinstance(collate, Mapping) and len(collate) == 1))
-        and not any(section.get(key) for key in others)
+        and not any(section.get(key) for key in unsupported)
     )
 
 
 def _collate(section: Section, key: str) -> str:
-    given = section.below(key)
-    name = "pseudo_collate" if given is None else given.pop("type", None)
-    if given is None or name in ("pseudo_collate", "default_collate"):
+    collate_section = section.below(key)
+    name = "pseudo_collate" if collate_section is None else collate_section.pop("type", None)
+    if collate_section is None or name in ("pseudo_collate", "default_collate"):
         return f"mmengine.dataset.{name}"
-    return section.draft.name_of(name, "FUNCTIONS", given.at("type"))
+    return section.draft.name_of(name, "FUNCTIONS", collate_section.at("type"))
 
 
 _LOADER = (
-    Row("dataset", "dataset", inside(lambda given: given.part("DATASETS"))),
+    Row("dataset", "dataset", inside(lambda section: section.part("DATASETS"))),
     *(Row(key, key, same=(None,)) for key in ("batch_size", "num_workers", "drop_last")),
     *(Row(key, key, same=(None,)) for key in ("pin_memory", "prefetch_factor")),
 )
@@ -431,21 +440,24 @@ def _metrics(section: Section, key: str) -> Any:
         key = "test_evaluator"
     elif other is not None and other != section[key]:
         section.miss("test_evaluator", "is ignored: validation and test share val_evaluator")
-    given = section.get(key)
-    if isinstance(given, Mapping) and bare_name(given.get("type", "Evaluator")) == "Evaluator":
-        above, key = Section(draft, given, key), "metrics"
+    evaluator = section.get(key)
+    if (
+        isinstance(evaluator, Mapping)
+        and bare_name(evaluator.get("type", "Evaluator")) == "Evaluator"
+    ):
+        above, key = Section(draft, evaluator, key), "metrics"
         walk(above, dropped("type"))
     metrics: dict[str, Any] = {}
-    for one in above.each(key):
-        wanted, prefix = one.get("type"), one.get("prefix")
-        made = one.part("METRICS")
-        found = draft.look_up(wanted, "METRICS")
-        prefix = prefix or getattr(found, "default_prefix", None) or ""
-        label = prefix or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", bare_name(wanted)).lower()
+    for metric in above.each(key):
+        kind, prefix = metric.get("type"), metric.get("prefix")
+        converted = metric.part("METRICS")
+        metric_class = draft.look_up(kind, "METRICS")
+        prefix = prefix or getattr(metric_class, "default_prefix", None) or ""
+        label = prefix or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", bare_name(kind)).lower()
         while label in metrics:
             label += "_2"
         draft.prefixes[label] = prefix
-        metrics[label] = {"type": "ProcessMetric", "metric": made}
+        metrics[label] = {"type": "ProcessMetric", "metric": converted}
     if above is not section:
         above.close()
     walk(section, dropped("val_evaluator", "test_evaluator"))

@@ -34,7 +34,7 @@ class Miss(NamedTuple):
     changes_result: bool = True
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.origin, self.key, self.what) if part)
+        return ": ".join(text for text in (self.origin, self.key, self.what) if text)
 
 
 @dataclass
@@ -56,9 +56,9 @@ class Draft:
     # A library that cannot be imported -> the types that it should register.
     absent: dict[str, dict[str, None]] = field(default_factory=dict)
 
-    def miss(self, key: str, what: str = NO_COUNTERPART) -> None:
+    def miss(self, key: str, message: str = NO_COUNTERPART) -> None:
         """List a setting as not converted, or not completely."""
-        self.misses.append(Miss(key, what, self.lines.origin(key)))
+        self.misses.append(Miss(key, message, self.lines.origin(key)))
 
     def note(self, key: str, text: str = NO_EFFECT) -> None:
         """List a setting that is dropped without an effect on the results."""
@@ -71,18 +71,18 @@ class Draft:
             where = "default_scope" if library == self.scope else ""
             self.miss(where, f"install {library} for the conversion; it registers {names}")
 
-    def metric(self, wanted: str, key: str) -> str | None:
+    def metric(self, metric_name: str, key: str) -> str | None:
         """Convert a metric's name in mmengine's logs; if ambiguous, list a miss and return None."""
-        prefix, _, rest = wanted.partition("/")
-        if rest and prefix in self.prefixes:
-            return wanted
-        without = [name for name, given in self.prefixes.items() if not given]
-        if wanted != "auto" and (len(self.prefixes) == 1 or not rest):
+        prefix, _, tail = metric_name.partition("/")
+        if tail and prefix in self.prefixes:
+            return metric_name
+        without = [name for name, metric_prefix in self.prefixes.items() if not metric_prefix]
+        if metric_name != "auto" and (len(self.prefixes) == 1 or not tail):
             if len(without) == 1:
-                return f"{without[0]}/{wanted}"
+                return f"{without[0]}/{metric_name}"
             if len(self.prefixes) == 1:
-                return wanted
-        self.miss(key, f"{wanted!r} does not name its metric; write it as METRIC/VALUE")
+                return metric_name
+        self.miss(key, f"{metric_name!r} does not name its metric; write it as METRIC/VALUE")
         return None
 
     def mode(self, rule: Any, metric: str, key: str) -> str:
@@ -97,17 +97,17 @@ class Draft:
             self.miss(key, f"must be a number of batches, got {batches!r}")
             return None
         if batches % self.batches:
-            what = (
+            message = (
                 f"{batches} batches are not a multiple of the {self.batches} batches of an update"
             )
-            self.miss(key, f"{what}: rounded up")
+            self.miss(key, f"{message}: rounded up")
         return -(-batches // self.batches)
 
-    def look_up(self, wanted: Any, kind: str, scope: str | None = None) -> Any:
+    def look_up(self, type_name: Any, kind: str, scope: str | None = None) -> Any:
         """Return the class that mmengine builds for a type; None if unknown."""
-        if callable(wanted):
-            return wanted
-        if not (wanted and isinstance(wanted, str) and find_spec("mmengine")):
+        if callable(type_name):
+            return type_name
+        if not (type_name and isinstance(type_name, str) and find_spec("mmengine")):
             return None
         table = getattr(import_module("mmengine.registry"), kind)
         scope = scope or self.scope
@@ -115,16 +115,16 @@ class Draft:
         exists = scope and (scope in table.children or _is_importable(scope))
         switched = table.switch_scope_and_registry(scope) if exists else nullcontext(table)
         with switched as scoped:
-            return scoped.get(wanted)
+            return scoped.get(type_name)
 
-    def name_of(self, wanted: Any, kind: str, key: str, scope: str | None = None) -> str:
+    def name_of(self, type_name: Any, kind: str, key: str, scope: str | None = None) -> str:
         """Return the name or import path under which our config finds a type."""
-        found = self.look_up(wanted, kind, scope)
+        target = self.look_up(type_name, kind, scope)
         registered = getattr(registry, kind, registry.DATASETS)
-        if found is not None:
-            bare = getattr(found, "__name__", "")
-            return bare if bare and registered.get(bare) is found else _path(found)
-        text = str(wanted or "")
+        if target is not None:
+            bare = getattr(target, "__name__", "")
+            return bare if bare and registered.get(bare) is target else _path(target)
+        text = str(type_name or "")
         library = text.rpartition(".")[0].partition(".")[0] or scope or self.scope or "mmengine"
         if not text:
             self.miss(key, NO_TYPE)
@@ -137,22 +137,22 @@ class Draft:
             self.miss(key, f"{text} is not registered here: write its import path")
         return text
 
-    def known_as(self, wanted: Any, kind: str) -> str:
+    def known_as(self, type_name: Any, kind: str) -> str:
         """Return the bare name of a class from mmengine or torch, otherwise its import path."""
-        found = self.look_up(wanted, kind)
-        module = str(getattr(found, "__module__", ""))
-        is_own = found is not None and module.partition(".")[0] not in ("mmengine", "torch")
-        return _path(found) if is_own else bare_name(wanted)
+        target = self.look_up(type_name, kind)
+        module = str(getattr(target, "__module__", ""))
+        is_own = target is not None and module.partition(".")[0] not in ("mmengine", "torch")
+        return _path(target) if is_own else bare_name(type_name)
 
     def plain(self, value: Any) -> Any:
         """Convert an argument of an mmengine class, which builds dicts with a type itself."""
         if isinstance(value, Mapping):
             if "type" not in value:
-                return {key: self.plain(one) for key, one in value.items()}
+                return {key: self.plain(entry) for key, entry in value.items()}
             scope = {} if self.scope in (None, "mmengine") else {"_scope_": self.scope}
             return {"_raw_": True, **scope, **as_yaml(value)}
         if isinstance(value, (list, tuple)):
-            return [self.plain(one) for one in value]
+            return [self.plain(entry) for entry in value]
         return {"_ref_": _path(value)} if callable(value) else value
 
 
@@ -171,9 +171,9 @@ class Section(dict[str, Any]):
         """Return the key path of a setting in this section."""
         return f"{self.path}.{key}" if self.path else key
 
-    def miss(self, key: str, what: str = NO_COUNTERPART) -> None:
+    def miss(self, key: str, message: str = NO_COUNTERPART) -> None:
         """List a setting of this section as not converted, or not completely."""
-        self.draft.miss(self.at(key), what)
+        self.draft.miss(self.at(key), message)
 
     def note(self, key: str, text: str = NO_EFFECT) -> None:
         """List a setting of this section that is dropped without an effect on the results."""
@@ -192,30 +192,30 @@ class Section(dict[str, Any]):
         """Remove a dict or a list of dicts and yield sections; list other values as misses."""
         above, names = self, [key]
         if isinstance(self.get(key), (list, tuple)):
-            items = {str(at): one for at, one in enumerate(self.pop(key))}
-            above, names = Section(self.draft, items, self.at(key)), list(items)
+            entries = {str(at): entry for at, entry in enumerate(self.pop(key))}
+            above, names = Section(self.draft, entries, self.at(key)), list(entries)
         for name in names:
-            one = above.below(name)
-            if one is not None:
-                yield one
+            child = above.below(name)
+            if child is not None:
+                yield child
 
     def kind(self, table: str, default: str = "") -> str:
         """Remove the type and return its name; see ``Draft.known_as``."""
-        wanted = self.pop("type", default)
-        if not wanted:
+        type_name = self.pop("type", default)
+        if not type_name:
             self.miss("type", NO_TYPE)
             return ""
-        return self.draft.known_as(wanted, table)
+        return self.draft.known_as(type_name, table)
 
     def part(self, table: str) -> dict[str, Any]:
         """Return the config of an object: its type, and all remaining settings as arguments."""
-        wanted, scope = self.pop("type", None), self.pop("_scope_", None)
-        name = self.draft.name_of(wanted, table, self.at("type"), scope)
+        kind, scope = self.pop("type", None), self.pop("_scope_", None)
+        name = self.draft.name_of(kind, table, self.at("type"), scope)
         return {"type": name, **{key: self.draft.plain(self.pop(key)) for key in list(self)}}
 
-    def refuse(self, what: str) -> None:
+    def refuse(self, message: str) -> None:
         """List the whole section as not converted."""
-        self.draft.miss(self.path, what)
+        self.draft.miss(self.path, message)
         self.clear()
 
     def drop(self, text: str) -> None:
@@ -263,9 +263,9 @@ def inside(make: Callable[[Section], Any], refusal: str = NO_COUNTERPART) -> Tak
         below = section.below(key)
         if below is None:
             return NOTHING
-        made = make(below)
+        converted = make(below)
         below.close(refusal)
-        return made
+        return converted
 
     return take
 
@@ -277,7 +277,7 @@ def by_rows(*rows: Row, refusal: str = NO_COUNTERPART) -> Take:
 
 def kept(*keys: str, **defaults: Any) -> tuple[Row, ...]:
     """Return rows of settings that are copied; ``defaults`` are mmengine's defaults."""
-    with_default = (Row(key, key, default=one) for key, one in defaults.items())
+    with_default = (Row(key, key, default=setting) for key, setting in defaults.items())
     return (*(Row(key, key) for key in keys), *with_default)
 
 
@@ -302,47 +302,47 @@ def dropped(*keys: str) -> tuple[Row, ...]:
 
 
 def walk(
-    section: Section, rows: Iterable[Row], made: dict[str, Any] | None = None
+    section: Section, rows: Iterable[Row], result: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Convert the settings of a section by rows, and add the results to ``made``."""
-    made = {} if made is None else made
+    """Convert the settings of a section by rows, and add the results to ``result``."""
+    result = {} if result is None else result
     for row in rows:
-        given = section.get(row.source, row.default)
-        if given is NOTHING:
+        value = section.get(row.source, row.default)
+        if value is NOTHING:
             continue
-        if given in row.same or not (row.target or row.convert or row.same):
+        if value in row.same or not (row.target or row.convert or row.same):
             section.pop(row.source, None)
         elif row.convert is not None:
             try:
-                _write(made, row.target, row.convert(section, row.source))
+                _write(result, row.target, row.convert(section, row.source))
             except (AttributeError, TypeError, ValueError) as error:
                 # Convert the rest; mmengine would reject this value as well.
                 section.miss(row.source, f"cannot be converted ({error}): is its value right?")
                 section.pop(row.source, None)
         elif row.target:
-            _write(made, row.target, section.pop(row.source, given))
+            _write(result, row.target, section.pop(row.source, value))
         elif row.refusal:
             (section.note if row.is_harmless else section.miss)(row.source, row.refusal)
             section.pop(row.source, None)
-    return made
+    return result
 
 
-def _write(made: dict[str, Any], path: str, value: Any) -> None:
+def _write(result: dict[str, Any], path: str, value: Any) -> None:
     """Write a value at a key path; if the path is "", merge the items of a dict."""
     if value is NOTHING:
         return
     above, _, key = path.rpartition(".")
     if above:
-        made = made.setdefault(above, {})
-    if key and not isinstance(made.get(key), dict):
-        made[key] = value
+        result = result.setdefault(above, {})
+    if key and not isinstance(result.get(key), dict):
+        result[key] = value
     else:
-        (made[key] if key else made).update(value)
+        (result[key] if key else result).update(value)
 
 
-def bare_name(wanted: Any) -> str:
+def bare_name(target: Any) -> str:
     """Return the name of a class or type without its module."""
-    name = wanted if isinstance(wanted, str) else str(getattr(wanted, "__name__", wanted))
+    name = target if isinstance(target, str) else str(getattr(target, "__name__", target))
     return name.rpartition(".")[2]
 
 
@@ -354,21 +354,21 @@ def _is_importable(library: str) -> bool:
         return library in sys.modules
 
 
-def _path(found: Any) -> str:
+def _path(target: Any) -> str:
     """Return the shortest import path of a class or function."""
-    name = str(found.__qualname__)
-    parts = str(found.__module__).split(".")
-    for length in range(1, len(parts)):
-        module = sys.modules.get(".".join(parts[:length]))
-        if module is not None and getattr(module, name, None) is found:
+    name = str(target.__qualname__)
+    modules = str(target.__module__).split(".")
+    for length in range(1, len(modules)):
+        module = sys.modules.get(".".join(modules[:length]))
+        if module is not None and getattr(module, name, None) is target:
             return f"{module.__name__}.{name}"
-    return f"{found.__module__}.{name}"
+    return f"{target.__module__}.{name}"
 
 
 def as_yaml(value: Any) -> Any:
     """Return a value with lists instead of tuples, and import paths instead of classes."""
     if isinstance(value, Mapping):
-        return {key: as_yaml(one) for key, one in value.items()}
+        return {key: as_yaml(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [as_yaml(one) for one in value]
+        return [as_yaml(entry) for entry in value]
     return _path(value) if callable(value) else value

@@ -28,15 +28,17 @@ def default_hooks(section: Section, key: str) -> Any:
     draft = section.draft
     defaults = section.below(key) or Section(draft, {}, key)
     if "train" in draft.sections:
-        defaults |= {name: one for name, one in _DEFAULT_HOOKS.items() if name not in defaults}
+        defaults |= {
+            name: settings for name, settings in _DEFAULT_HOOKS.items() if name not in defaults
+        }
     hooks: dict[str, Any] = {}
-    for name, given in list(defaults.items()):
-        one = defaults.below(name)
-        if one is not None:
-            hooks |= _by_type([one], "HOOKS", _HOOKS)
-        elif given is None and name in _NEEDED:
+    for name, settings in list(defaults.items()):
+        hook = defaults.below(name)
+        if hook is not None:
+            hooks |= _by_type([hook], "HOOKS", _HOOKS)
+        elif settings is None and name in _NEEDED:
             defaults.miss(name, f"cannot be switched off: {_NEEDED[name]}")
-        elif given is None and name in _SWITCHES:
+        elif settings is None and name in _SWITCHES:
             hooks[_SWITCHES[name]] = False
     return hooks or NOTHING
 
@@ -129,8 +131,8 @@ def _ema(section: Section, key: str) -> Any:
         begin = (epochs - 1) * int(draft.epoch_length or 0) + 1
     times, steps = max(draft.batches // interval, 1), max(interval // draft.batches, 1)
     if draft.batches > 1:
-        what = "the average is updated after each update here, not after each batch"
-        section.miss(key, f"{what}: decay {keep:g}**{times}")
+        message = "the average is updated after each update here, not after each batch"
+        section.miss(key, f"{message}: decay {keep:g}**{times}")
     settings = {"decay": keep**times, "start_step": -(-max(begin, 1) // draft.batches)}
     return settings | ({"every_steps": steps} if steps != 1 else {})
 
@@ -188,7 +190,7 @@ _HARMLESS = (
 _WRITING_HOOKS = {"WandbVisBackend": "wandb", "MLflowVisBackend": "mlflow"}
 _WRITERS: dict[str, tuple[Row, ...]] = {
     "LocalVisBackend": (),
-    "TensorboardVisBackend": (Row("", "tensorboard", lambda one, key: True, default=None),),
+    "TensorboardVisBackend": (Row("", "tensorboard", lambda section, key: True, default=None),),
 }
 
 

@@ -40,8 +40,8 @@ def read_source(path: Path) -> tuple[dict[str, Any], Lines]:
         raise _error(text, path) from error
 
 
-def _error(what: str, origin: Path | str = "") -> ConfigError:
-    return ConfigError([Problem("", what, str(origin))])
+def _error(message: str, origin: Path | str = "") -> ConfigError:
+    return ConfigError([Problem("", message, str(origin))])
 
 
 def _by_mmengine(path: Path) -> dict[str, Any]:
@@ -70,12 +70,12 @@ def _by_python(path: Path) -> dict[str, Any]:
             # An error in mmengine too.
             raise _error(f"several of its base files set {repeated}", path)
         settings |= inherited
-    own = {
+    module_settings = {
         name: value
         for name, value in variables.items()
         if not name.startswith("_") and not isinstance(value, (ModuleType, FunctionType, type))
     }
-    return _merged(settings, own)
+    return _merged(settings, module_settings)
 
 
 def _merged(base: Any, top: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,11 +158,11 @@ def _items(node: ast.expr) -> Iterator[tuple[str | None, ast.expr]]:
     """Yield the items of a dict or list; the key None stands for a dict that is merged into it."""
     match node:
         case ast.List(elts=values) | ast.Tuple(elts=values):
-            yield from ((str(at), one) for at, one in enumerate(values))
+            yield from ((str(at), value) for at, value in enumerate(values))
         case ast.Call(
             func=ast.Name(id="dict") | ast.Attribute(attr="update"), args=args, keywords=words
         ):
-            yield from ((None, one) for one in args)
+            yield from ((None, value) for value in args)
             yield from ((word.arg, word.value) for word in words)
         case ast.Dict(keys=keys, values=values):
             for key, value in zip(keys, values, strict=True):
@@ -189,8 +189,8 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     for statement in body:
         yield statement
         if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            for part in ("body", "orelse", "finalbody"):
-                yield from _statements(getattr(statement, part, ()))
+            for block in ("body", "orelse", "finalbody"):
+                yield from _statements(getattr(statement, block, ()))
 
 
 def _path_of(target: ast.expr) -> str:
@@ -224,9 +224,9 @@ def _bases(tree: ast.Module, path: Path) -> Iterator[Path]:
 
 def _imported(names: list[str], level: int, path: Path) -> Iterator[Path]:
     """Yield the file of a module that is relative to ``path`` or installed."""
-    places = [str(path.parents[level - 1])] if level else None
+    locations = [str(path.parents[level - 1])] if level else None
     if not level:
         spec = find_spec(names[0])
-        places, names = spec.submodule_search_locations if spec is not None else None, names[1:]
-    if places:
-        yield Path(places[0]).joinpath(*names).with_suffix(".py")
+        locations, names = spec.submodule_search_locations if spec is not None else None, names[1:]
+    if locations:
+        yield Path(locations[0]).joinpath(*names).with_suffix(".py")

@@ -67,12 +67,12 @@ def _train(job: Job, size: int, memory_gib: float | None) -> Fit:
     data = replace(job.run.data, train=replace(section, batch_size=size))
     run = replace(job.run, data=data, run_dir="", hooks={}, schedulers=[])
     with prepared(job), _limited(memory_gib):
-        parts = build_parts(run, ("train",))
-        loader = parts["train_loop"].dataloader
-        if len(loader.dataset) < size * num_data_ranks(parts["model"]):
+        built = build_parts(run, ("train",))
+        loader = built["train_loop"].dataloader
+        if len(loader.dataset) < size * num_data_ranks(built["model"]):
             return Fit.TOO_FEW_SAMPLES
         loop = IterTrainLoop(loader, max_steps=_STEPS, sanity_val=False)
-        Runner(parts["model"], loop, optim_wrapper=parts["optim_wrapper"], hooks=()).train()
+        Runner(built["model"], loop, optim_wrapper=built["optim_wrapper"], hooks=()).train()
     return Fit.FITS
 
 

@@ -43,14 +43,14 @@ class RangeTest:
             for at in range(_IGNORED, self.lowest)
             if at + 1 < len(self.losses)
         }
-        at = min(falls, key=lambda one: falls[one], default=None)
+        at = min(falls, key=lambda point: falls[point], default=None)
         return None if at is None or falls[at] >= 0 else self.rates[at]
 
     @property
     def lowest(self) -> int:
         """The index of the lowest loss after the first, noisy updates."""
-        known = range(min(_IGNORED, len(self.losses) - 1), len(self.losses))
-        return min(known, key=lambda one: self.losses[one])
+        candidates = range(min(_IGNORED, len(self.losses) - 1), len(self.losses))
+        return min(candidates, key=lambda point: self.losses[point])
 
 
 class RangeTestHook(Hook):
@@ -69,8 +69,8 @@ class RangeTestHook(Hook):
     # Called before other hooks.
     order = 5
 
-    def __init__(self, first: float, last: float, steps: int, optimizer: str = "") -> None:
-        self._first, self._factor = first, (last / first) ** (1 / max(1, steps - 1))
+    def __init__(self, low: float, high: float, steps: int, optimizer: str = "") -> None:
+        self._first, self._factor = low, (high / low) ** (1 / max(1, steps - 1))
         self._optimizer = optimizer
         self._mean = 0.0
         self.rates: list[float] = []
@@ -87,8 +87,8 @@ class RangeTestHook(Hook):
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
         if "loss" not in record:
-            found = ", ".join(record)
-            raise KeyError(f"lr-find needs a train_step that logs 'loss', but it logs {found}")
+            names = ", ".join(record)
+            raise KeyError(f"lr-find needs a train_step that logs 'loss', but it logs {names}")
         loss = record["loss"]
         is_finite = math.isfinite(loss)
         if is_finite:
@@ -107,20 +107,20 @@ class RangeTestHook(Hook):
             group["lr"] = rate * ratio
 
 
-def run_range_test(job: Job, first: float, last: float, steps: int, optimizer: str) -> RangeTest:
+def run_range_test(job: Job, low: float, high: float, steps: int, optimizer: str) -> RangeTest:
     """Run a range test without writing any file; every rank must call this.
 
     Args:
         job: the run; its schedules and the hooks in its section ``hooks`` are left out.
-        first: the learning rate of the first update.
-        last: the learning rate of the last update.
+        low: the learning rate of the first update.
+        high: the learning rate of the last update.
         steps: number of updates.
         optimizer: the name of the optimizer whose rate rises; "" if there is only one.
     """
     run = replace(job.run, schedulers=[], run_dir="", hooks={})
     with prepared(job):
         parts = build_parts(run, ("train",))
-        hook = RangeTestHook(first, last, steps, optimizer)
+        hook = RangeTestHook(low, high, steps, optimizer)
         loop = IterTrainLoop(
             parts["train_loop"].dataloader, max_steps=steps, log_every_steps=1, sanity_val=False
         )

@@ -97,8 +97,8 @@ def summarize(model: nn.Module, batch: Any, *, has_targets: bool = False) -> Sum
             if name
         ],
         parameters=_count(parameters),
-        trainable=_count(one for one in parameters if one.requires_grad),
-        size_bytes=sum(one.numel() * one.element_size() for one in stored),
+        trainable=_count(param for param in parameters if param.requires_grad),
+        size_bytes=sum(tensor.numel() * tensor.element_size() for tensor in stored),
         samples=samples,
         flops=flops,
         error=error,
@@ -114,7 +114,7 @@ def with_unit(number: float, unit: str) -> str:
 
 
 def _count(parameters: Any) -> int:
-    return sum(one.numel() for one in parameters)
+    return sum(param.numel() for param in parameters)
 
 
 @contextmanager
@@ -130,6 +130,6 @@ def _recording(model: nn.Module, shapes: dict[nn.Module, tuple[int, ...]]) -> It
 def _record(
     shapes: dict[nn.Module, tuple[int, ...]], module: nn.Module, args: Any, output: Any
 ) -> None:
-    tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     if tensors:
         shapes[module] = tuple(tensors[0].shape)

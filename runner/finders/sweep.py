@@ -61,7 +61,7 @@ class Setting:
             return distributions.CategoricalDistribution(list(map(json.dumps, self.samples)))
         log, step = self.given.get("log", False), self.given.get("step")
         low, high = self.samples
-        if all(isinstance(one, int) for one in (low, high, step or 1)):
+        if all(isinstance(bound, int) for bound in (low, high, step or 1)):
             return distributions.IntDistribution(low, high, log=log, step=step or 1)
         return distributions.FloatDistribution(low, high, log=log, step=step)
 
@@ -79,56 +79,56 @@ def read_space(path: str) -> dict[str, Setting]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        what = getattr(error, "strerror", None) or str(error)
-        raise ConfigError([Problem("", f"the space {path} cannot be read: {what}")]) from error
+        message = getattr(error, "strerror", None) or str(error)
+        raise ConfigError([Problem("", f"the space {path} cannot be read: {message}")]) from error
     values, origins = parse(text, shown(path))
     if not isinstance(values, dict) or not values:
-        what = f"a space must map settings to the values to try, {_EXAMPLE}"
-        raise ConfigError([Problem("", what, origins[""])])
-    space = {key: Setting(origins[key], given) for key, given in _flat(values, "")}
+        message = f"a space must map settings to the values to try, {_EXAMPLE}"
+        raise ConfigError([Problem("", message, origins[""])])
+    space = {key: Setting(origins[key], setting) for key, setting in _flat(values, "")}
     problems = []
     for key, setting in space.items():
-        what, at = _mistake_in(setting.given)
+        message, at = _mistake_in(setting.given)
         origin = origins.get(f"{key}.{at}", setting.origin)
-        problems += [Problem(key, what, origin)] if what else []
+        problems += [Problem(key, message, origin)] if message else []
     if problems:
         raise ConfigError(problems)
     return space
 
 
 def _flat(values: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
-    for key, given in values.items():
+    for key, setting in values.items():
         at = f"{above}{key}"
-        nested = isinstance(given, dict) and given and not {*_RANGE, "choices"} & given.keys()
-        if nested and all(isinstance(one, dict) for one in given.values()):
-            yield from _flat(given, f"{at}.")
+        nested = isinstance(setting, dict) and setting and not {*_RANGE, "choices"} & setting.keys()
+        if nested and all(isinstance(entry, dict) for entry in setting.values()):
+            yield from _flat(setting, f"{at}.")
         else:
-            yield at, given
+            yield at, setting
 
 
-def _mistake_in(given: Any) -> tuple[str, str]:
+def _mistake_in(setting: Any) -> tuple[str, str]:
     """Return a message about the first mistake and its key, or two empty strings."""
-    if not isinstance(given, dict):
-        what = "must be {low: ..., high: ...} or {choices: [...]}"
-        return f"{what}, got {shown_value(given)}", ""
-    known = (*_RANGE, "choices")
-    if unknown := [key for key in given if key not in known]:
+    if not isinstance(setting, dict):
+        message = "must be {low: ..., high: ...} or {choices: [...]}"
+        return f"{message}, got {shown_value(setting)}", ""
+    allowed = (*_RANGE, "choices")
+    if unknown := [key for key in setting if key not in allowed]:
         name = str(unknown[0])
-        hint = did_you_mean(name, known) or f"; there is {', '.join(known)}"
+        hint = did_you_mean(name, allowed) or f"; there is {', '.join(allowed)}"
         return f"{name} is unknown{hint}", name
-    if "choices" in given:
-        choices = given["choices"]
-        if len(given) > 1:
+    if "choices" in setting:
+        choices = setting["choices"]
+        if len(setting) > 1:
             return "choices and a range (low, high, log, step) exclude each other", "choices"
         if not isinstance(choices, list) or not choices:
             return f"choices must be a list of values, got {shown_value(choices)}", "choices"
         return "", ""
-    return _mistake_in_range(given)
+    return _mistake_in_range(setting)
 
 
-def _mistake_in_range(given: Mapping[str, Any]) -> tuple[str, str]:
+def _mistake_in_range(setting: Mapping[str, Any]) -> tuple[str, str]:
     for key in ("low", "high", "step"):
-        value = given.get(key)
+        value = setting.get(key)
         if key == "step" and value is None:
             continue
         if (
@@ -137,14 +137,19 @@ def _mistake_in_range(given: Mapping[str, Any]) -> tuple[str, str]:
             or not math.isfinite(value)
         ):
             return f"{key} must be a number, got {shown_value(value)}", key
-    low, high, step, log = given["low"], given["high"], given.get("step"), given.get("log", False)
+    low, high, step, log = (
+        setting["low"],
+        setting["high"],
+        setting.get("step"),
+        setting.get("log", False),
+    )
     if not isinstance(log, bool):
         return f"log must be true or false, got {shown_value(log)}", "log"
     if not low < high:
         return f"low must be less than high, got {low} and {high}", "low"
     if step is not None and (step <= 0 or log):
-        what = "log and step exclude each other" if log else f"step must be positive, got {step}"
-        return what, "step"
+        message = "log and step exclude each other" if log else f"step must be positive, got {step}"
+        return message, "step"
     return (f"log needs a low above 0, got {low}", "low") if log and low <= 0 else ("", "")
 
 
@@ -160,11 +165,11 @@ def check_space(space: Mapping[str, Setting], source: str, overrides: Sequence[s
         ConfigError: the config does not accept a value, or has no such setting.
     """
     for at in range(max(len(setting.samples) for setting in space.values())):
-        values = {key: one.samples[at % len(one.samples)] for key, one in space.items()}
+        values = {key: setting.samples[at % len(setting.samples)] for key, setting in space.items()}
         try:
             read_sections(load_config(source, [*overrides, *as_overrides(values)]))
         except ConfigError as error:
-            raise ConfigError([_located(one, space) for one in error.problems]) from error
+            raise ConfigError([_located(problem, space) for problem in error.problems]) from error
 
 
 def _located(problem: Problem, space: Mapping[str, Setting]) -> Problem:
@@ -261,8 +266,12 @@ class Sweep:
         # The seed depends on the trials so far: a resumed sweep must not repeat earlier values.
         count = len(self._study.get_trials(deepcopy=False))
         self._study.sampler = optuna.samplers.TPESampler(seed=mix_seed(seed, count) % 2**32)
-        given = {key: dict(one.given) for key, one in space.items()}
-        settings = {"space": given, "metric": metric, "mode": "max" if higher_is_better else "min"}
+        space_settings = {key: dict(setting.given) for key, setting in space.items()}
+        settings = {
+            "space": space_settings,
+            "metric": metric,
+            "mode": "max" if higher_is_better else "min",
+        }
         before = self._study.user_attrs.get("settings", settings)
         if changed := [key for key in settings if settings[key] != before[key]]:
             raise ValueError(f"{folder} holds a sweep with another {' and '.join(changed)}")
@@ -271,18 +280,18 @@ class Sweep:
     @property
     def trials(self) -> list[FrozenTrial]:
         """The trials that have ended, except interrupted ones."""
-        ended = (one for one in self._study.get_trials() if one.state.is_finished())
-        return [one for one in ended if "interrupted" not in one.user_attrs]
+        ended = (trial for trial in self._study.get_trials() if trial.state.is_finished())
+        return [trial for trial in ended if "interrupted" not in trial.user_attrs]
 
     def ranked(self) -> list[FrozenTrial]:
         """Return the completed trials, best first, then the pruned ones; leave out failed ones."""
         sign = -1 if self._higher_is_better else 1
-        with_value = [one for one in self.trials if one.value is not None]
-        return sorted(with_value, key=lambda one: (is_pruned(one), sign * (one.value or 0.0)))
+        with_value = [trial for trial in self.trials if trial.value is not None]
+        return sorted(with_value, key=lambda trial: (is_pruned(trial), sign * (trial.value or 0.0)))
 
     def values_of(self, trial: FrozenTrial | Trial) -> dict[str, Any]:
         """Return a trial's value of each setting, by config key."""
-        return {key: one.value(trial.params[key]) for key, one in self.space.items()}
+        return {key: setting.value(trial.params[key]) for key, setting in self.space.items()}
 
     def run_dir(self, trial: FrozenTrial | Trial) -> Path:
         """Return the folder of a trial's run."""
@@ -292,14 +301,16 @@ class Sweep:
         """Queue interrupted trials again; each keeps its folder and its values."""
         import optuna
 
-        for one in self._study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
-            optuna.trial.Trial(self._study, one._trial_id).set_user_attr("interrupted", True)
-            self._study.tell(one.number, state=optuna.trial.TrialState.FAIL)
-            self._study.enqueue_trial(one.params, user_attrs=one.user_attrs)
+        for trial in self._study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
+            optuna.trial.Trial(self._study, trial._trial_id).set_user_attr("interrupted", True)
+            self._study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+            self._study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
 
     def next_trial(self) -> Trial:
         """Return the next interrupted trial in the queue, otherwise a trial with new values."""
-        trial = self._study.ask({key: one.distribution() for key, one in self.space.items()})
+        trial = self._study.ask(
+            {key: setting.distribution() for key, setting in self.space.items()}
+        )
         if "folder" not in trial.user_attrs:
             trial.set_user_attr("folder", f"trial_{trial.number:04d}")
         return trial
@@ -337,7 +348,7 @@ class Sweep:
             trial.set_user_attr("error", f"{self.metric} is nan")
             return self._study.tell(trial, state=TrialState.FAIL)
         # TrialHook may have marked the stored trial as pruned.
-        stored = next(one for one in self._study.get_trials() if one.number == trial.number)
+        stored = next(trial for trial in self._study.get_trials() if trial.number == trial.number)
         if is_pruned(stored):
             return self._study.tell(trial, state=TrialState.PRUNED)
         return self._study.tell(trial, value)
@@ -372,7 +383,9 @@ def _train(source: str, overrides: Sequence[str], hook: Hook, run_dir: Path) -> 
         if error.signal:
             raise stop_error(error.signal) from error
         with (run_dir / "output.txt").open("a") as file:
-            file.writelines(f"rank {one.rank}: {one.trace}\n" for one in reversed(error.failures))
+            file.writelines(
+                f"rank {failure.rank}: {failure.trace}\n" for failure in reversed(error.failures)
+            )
         raise
     outcome = results[0]
     if outcome.signal:

@@ -62,13 +62,13 @@ class Adapter:
         _find_modules(config, self._root, self._prefix)
         before = _saved_tensors(model)
         self._tied = tied_names(model)
-        self._trained = [one for one in model.parameters() if one.requires_grad]
+        self._trained = [param for param in model.parameters() if param.requires_grad]
         with _stand_ins(model):
             self._tuner = kind(self._root, config, adapter_name=_NAME)
         # `_own` maps each name in the model to the name without peft's additions. `_of_base` has
         # the names of tensors that existed before, `_saved` the names that checkpoints contain.
         self._own, self._of_base, self._saved = _own_names(before, model)
-        is_meta = any(one.is_meta for one in model.parameters())
+        is_meta = any(param.is_meta for param in model.parameters())
         self._sha256 = "" if is_meta else _fingerprint(self._frozen())
         module: Any = model
         self._hooks = [
@@ -95,12 +95,12 @@ class Adapter:
             yield
         finally:
             self._shows_base = False
-        plain, own = self._plain_tensors(), self._own
-        originals = {own[name]: plain[name] for name in self._of_base}
+        plain, names = self._plain_tensors(), self._own
+        originals = {names[name]: plain[name] for name in self._of_base}
         with torch.no_grad():
             for name in self._saved - self._of_base:
-                if own[name] in originals:
-                    plain[name].copy_(originals[own[name]])
+                if names[name] in originals:
+                    plain[name].copy_(originals[names[name]])
         self._sha256 = _fingerprint(self._frozen())
 
     def merge(self) -> nn.Module:
@@ -131,23 +131,23 @@ class Adapter:
         from safetensors.torch import save_file
 
         raw = {
-            name.removeprefix(self._prefix): one.detach().contiguous()
-            for name, one in self._plain_tensors().items()
+            name.removeprefix(self._prefix): param.detach().contiguous()
+            for name, param in self._plain_tensors().items()
             if name.startswith(self._prefix) and name in self._saved
         }
         weights = get_peft_model_state_dict(
             self._root, state_dict=raw, adapter_name=_NAME, save_embedding_layers=False
         )
         # Add the tensors whose names peft did not change: buffers and trained biases.
-        kept = [name for name in raw if self._own[self._prefix + name] == self._prefix + name]
-        weights |= {name: raw[name] for name in kept}
-        names = {f"base_model.model.{name}": one.clone() for name, one in weights.items()}
+        unmapped = [name for name in raw if self._own[self._prefix + name] == self._prefix + name]
+        weights |= {name: raw[name] for name in unmapped}
+        names = {f"base_model.model.{name}": value.clone() for name, value in weights.items()}
         folder.mkdir(parents=True)
         save_file(names, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
         self.config.save_pretrained(str(folder))
 
     def _plain_tensors(self) -> dict[str, Tensor]:
-        return {plain_name(name): one for name, one in self._tensors().items()}
+        return {plain_name(name): value for name, value in self._tensors().items()}
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the parameters and persistent buffers of the model under all of their names."""
@@ -155,23 +155,23 @@ class Adapter:
             *self.model.named_parameters(remove_duplicate=False),
             *self.model.named_buffers(remove_duplicate=False),
         ]
-        return {name: one for name, one in named if plain_name(name) in self._own}
+        return {name: value for name, value in named if plain_name(name) in self._own}
 
     def _frozen(self) -> dict[str, Tensor]:
         """Return the weights of the base that checkpoints leave out, by the user's names."""
         replaced = {self._own[name] for name in self._saved}
         named = self._plain_tensors()
-        return {own: named[n] for n, own in self._own.items() if own not in replaced}
+        return {original: named[n] for n, original in self._own.items() if original not in replaced}
 
     def _on_save(self, module: nn.Module, state: Any, prefix: str, _: Any) -> None:
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for raw in [name for name in state if name.startswith(prefix)]:
             name = plain_name(raw.removeprefix(prefix))
             if name in self._own:
                 value = state.pop(raw)
                 if name in (self._of_base if self._shows_base else self._saved):
-                    found[prefix + self._own[name]] = value
-        state.update(found)
+                    result[prefix + self._own[name]] = value
+        state.update(result)
         if not self._shows_base:
             state[prefix + ADAPTER] = self.describe()
 
@@ -179,36 +179,38 @@ class Adapter:
         saved = state.pop(prefix + ADAPTER, None)
         if saved is not None:
             self._check(saved)
-        wanted = self._of_base if self._shows_base else self._saved
-        given = {own: state.pop(prefix + own, None) for own in set(self._own.values())}
+        expected = self._of_base if self._shows_base else self._saved
+        values = {
+            original: state.pop(prefix + original, None) for original in set(self._own.values())
+        }
         for raw, tensor in self._tensors().items():
             name = plain_name(raw)
-            value = given[self._own[name]]
-            if value is not None and name in wanted:
+            value = values[self._own[name]]
+            if value is not None and name in expected:
                 state[prefix + raw] = value
-            elif self._shows_base or name not in wanted:
+            elif self._shows_base or name not in expected:
                 # This tensor keeps its value: without an entry torch would report it as missing.
                 state[prefix + raw] = tensor
 
     def describe(self) -> dict[str, Any]:
         """Return the settings of peft, and the path and fingerprint of the base weights."""
         settings = json.loads(json.dumps(self.config.to_dict(), default=_plain, sort_keys=True))
-        kept = {k: v for k, v in settings.items() if v not in (None, {}, [])}
-        return {**kept, "base": {"load_from": self._base_path, "sha256": self._sha256}}
+        present = {k: v for k, v in settings.items() if v not in (None, {}, [])}
+        return {**present, "base": {"load_from": self._base_path, "sha256": self._sha256}}
 
     def _check(self, saved: dict[str, Any]) -> None:
-        own = self.describe()
+        description = self.describe()
         base = saved["base"]
-        for key in sorted({*saved, *own} - {"base"} - _IRRELEVANT):
-            if saved.get(key) != own.get(key) and not key.endswith("dropout"):
+        for key in sorted({*saved, *description} - {"base"} - _IRRELEVANT):
+            if saved.get(key) != description.get(key) and not key.endswith("dropout"):
                 raise CheckpointError(
                     f"the checkpoint belongs to another adapter: adapter.{key} was "
-                    f"{saved.get(key, 'not set')} and is {own.get(key, 'not set')} now; set it "
-                    "back, or start a new run"
+                    f"{saved.get(key, 'not set')} and is {description.get(key, 'not set')} now; "
+                    "set it back, or start a new run"
                 )
-        if base["sha256"] == own["base"]["sha256"]:
+        if base["sha256"] == description["base"]["sha256"]:
             return
-        before, now = base["load_from"] or "none", own["base"]["load_from"] or "none"
+        before, now = base["load_from"] or "none", description["base"]["load_from"] or "none"
         changed = "whose weights have changed since" if before == now else f"and it is {now} now"
         raise CheckpointError(
             "the base weights differ from those that the adapter was trained on, and the "
@@ -249,7 +251,7 @@ def add_adapter(model: nn.Module, config: Any, *, base: str = "") -> Adapter:
 def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a model's state dict without copying them."""
     state = model.state_dict(keep_vars=True)
-    return {name: one for name, one in state.items() if isinstance(one, Tensor)}
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _own_names(
@@ -263,23 +265,29 @@ def _own_names(
     names: dict[int, list[str]] = {}
     for name, tensor in before.items():
         names.setdefault(id(tensor), []).append(name)
-    own: dict[str, str] = {}
+    own_names: dict[str, str] = {}
     of_base: set[str] = set()
     saved: set[str] = set()
     for name, tensor in _saved_tensors(model).items():
         if id(tensor) in names:
             # Shared tensors have several names, in the same order as before.
-            own[name] = names[id(tensor)].pop(0)
+            own_names[name] = names[id(tensor)].pop(0)
             of_base.add(name)
         else:
-            stem, dot, last = name.replace(f".modules_to_save.{_NAME}.", ".").rpartition(".")
-            own[name] = stem if last == _NAME else f"{stem.removesuffix(f'.{_NAME}')}{dot}{last}"
+            stem, dot, tail = name.replace(f".modules_to_save.{_NAME}.", ".").rpartition(".")
+            own_names[name] = (
+                stem if tail == _NAME else f"{stem.removesuffix(f'.{_NAME}')}{dot}{tail}"
+            )
         is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         if name not in of_base or not is_frozen:
             saved.add(name)
     # If a module is trained as a whole, peft trains a copy of it: save only the copy.
-    copied = {own[name] for name in saved - of_base}
-    return own, of_base, {name for name in saved if name not in of_base or own[name] not in copied}
+    copied = {own_names[name] for name in saved - of_base}
+    return (
+        own_names,
+        of_base,
+        {name for name in saved if name not in of_base or own_names[name] not in copied},
+    )
 
 
 def _fingerprint(tensors: dict[str, Tensor]) -> str:
@@ -287,10 +295,10 @@ def _fingerprint(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         gather = getattr(tensors[name], "full_tensor", None)
-        whole = tensors[name].detach() if gather is None else gather().detach()
+        full = tensors[name].detach() if gather is None else gather().detach()
         if get_rank() == 0:
-            digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
-            digest.update(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(f"{name} {full.dtype} {tuple(full.shape)}".encode())
+            digest.update(full.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return str(broadcast(digest.hexdigest()))
 
 
@@ -304,21 +312,21 @@ def _stand_ins(model: nn.Module) -> Iterator[None]:
         ValueError: an initial value is NaN too, so it depends on the base weights.
     """
     owners = [
-        (module, name, one)
+        (module, name, param)
         for module in model.modules()
-        for name, one in module.named_parameters(recurse=False)
-        if one.is_meta
+        for name, param in module.named_parameters(recurse=False)
+        if param.is_meta
     ]
-    for module, name, one in owners:
-        nan = torch.full((1,), float("nan"), dtype=one.dtype).expand(one.shape)
-        module._parameters[name] = nn.Parameter(nan, one.requires_grad)
+    for module, name, param in owners:
+        nan = torch.full((1,), float("nan"), dtype=param.dtype).expand(param.shape)
+        module._parameters[name] = nn.Parameter(nan, param.requires_grad)
     yield
-    for module, name, one in owners:
-        one.requires_grad_(module._parameters[name].requires_grad)  # type: ignore[union-attr]
-        module._parameters[name] = one
+    for module, name, param in owners:
+        param.requires_grad_(module._parameters[name].requires_grad)  # type: ignore[union-attr]
+        module._parameters[name] = param
     for path, module in model.named_modules() if owners else ():
-        for name, new in [*module.named_parameters(recurse=False)]:
-            if new.is_meta or not new.isnan().any():
+        for name, stand_in in [*module.named_parameters(recurse=False)]:
+            if stand_in.is_meta or not stand_in.isnan().any():
                 continue
             if f".modules_to_save.{_NAME}." not in f"{path}.":
                 raise ValueError(
@@ -326,40 +334,43 @@ def _stand_ins(model: nn.Module) -> Iterator[None]:
                     "init_device: meta loads later; use init_device: auto"
                 )
             # This is a copy of a base module (modules_to_save). `base_weights` gives it its values.
-            module._parameters[name] = nn.Parameter(new.to("meta"), new.requires_grad)
+            module._parameters[name] = nn.Parameter(stand_in.to("meta"), stand_in.requires_grad)
 
 
 def _find_modules(config: Any, root: nn.Module, prefix: str) -> None:
     """Replace the names and patterns in the lists of ``config`` with names in ``root``."""
     saved: list[str] = []
     for key in _LISTS:
-        given = getattr(config, key, None)
-        if isinstance(given, (list, set, tuple)):
-            names = _named_by(key, sorted(given), root, prefix, saved)
+        patterns = getattr(config, key, None)
+        if isinstance(patterns, (list, set, tuple)):
+            names = _named_by(key, sorted(patterns), root, prefix, saved)
             saved = names if key == "modules_to_save" else saved
             setattr(config, key, names if key == "modules_to_save" else set(names))
 
 
 def _named_by(
-    key: str, given: list[str], root: nn.Module, prefix: str, saved: list[str]
+    key: str, patterns: list[str], root: nn.Module, prefix: str, saved: list[str]
 ) -> list[str]:
     paths = [path for path, _ in root.named_modules() if path]
     names: list[str] = []
-    for one in given:
-        inside = one.removeprefix(prefix)
-        if any(char in one for char in "*?["):
-            found = [path for path in _adaptable(root) if fnmatchcase(prefix + path, one)]
-            found = [path for path in found if not _ends(path, saved)]
+    for pattern in patterns:
+        inside = pattern.removeprefix(prefix)
+        if any(char in pattern for char in "*?["):
+            matches = [path for path in _adaptable(root) if fnmatchcase(prefix + path, pattern)]
+            matches = [path for path in matches if not _ends(path, saved)]
         else:
-            found = [inside] if any(_ends(path, [inside]) for path in paths) else []
-        if not found:
+            matches = [inside] if any(_ends(path, [inside]) for path in paths) else []
+        if not matches:
             layers = paths if key == "modules_to_save" else list(_adaptable(root))
-            known = [*(prefix + path for path in layers), *(p.rpartition(".")[2] for p in layers)]
-            some = ", ".join(prefix + path for path in layers[:4])
-            hint = did_you_mean(one, known) or f"; it has {some}, ..."
+            candidates = [
+                *(prefix + path for path in layers),
+                *(p.rpartition(".")[2] for p in layers),
+            ]
+            examples = ", ".join(prefix + path for path in layers[:4])
+            hint = did_you_mean(pattern, candidates) or f"; it has {examples}, ..."
             with under_key(key):
-                raise ValueError(f"no layer of the model has the name {one!r}{hint}")
-        names += found
+                raise ValueError(f"no layer of the model has the name {pattern!r}{hint}")
+        names += matches
     return list(dict.fromkeys(names))
 
 

@@ -88,9 +88,11 @@ def _near(path: Path) -> str:
         return f", nor does the folder {folder} in {Path.cwd()}{hub}"
     # Suggest only paths with weights. The folder of the new run, for example, has none.
     likely = [
-        str(one)
-        for one in folder.iterdir()
-        if one.is_file() or _is_own(one) or any((one / name).is_file() for name in _IN_FOLDERS)
+        str(entry)
+        for entry in folder.iterdir()
+        if entry.is_file()
+        or _is_own(entry)
+        or any((entry / name).is_file() for name in _IN_FOLDERS)
     ]
     return did_you_mean(str(path), likely)
 
@@ -99,8 +101,8 @@ def _file_in(folder: Path) -> Path:
     for name in _IN_FOLDERS:
         if (folder / name).is_file():
             return folder / name
-    others = sorted(one.name for one in folder.iterdir() if not one.name.startswith("."))
-    listed = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "") if others else "no files"
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "no files"
     raise CheckpointError(
         f"the folder {folder} must be a run folder, a checkpoint, or have one of "
         f"{', '.join(_IN_FOLDERS)}; it has {listed}. If one of its files has the weights, give "
@@ -118,12 +120,12 @@ def _read_shards(index: Path) -> dict[str, Any]:
         ) from error
     files = sorted(set(map(str, names.values())))
     # The index is data from elsewhere: it must not name files outside its folder.
-    if outside := [one for one in files if Path(one).name != one]:
+    if outside := [file for file in files if Path(file).name != file]:
         raise CheckpointError(
             f"{index} names the file {outside[0]}, which is not next to it; such a file is never "
             "read"
         )
-    if absent := [one for one in files if not (index.parent / one).is_file()]:
+    if absent := [file for file in files if not (index.parent / file).is_file()]:
         raise CheckpointError(
             f"{index} lists {len(files)} files next to it, of which {len(absent)} are missing, "
             f"such as {absent[0]}; download the folder again"

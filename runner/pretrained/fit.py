@@ -70,20 +70,20 @@ def fit_weights(saved: Mapping[str, Any], model: nn.Module, settings: LoadFromSe
             become one.
     """
     target = user_model(model)
-    wanted = {plain_name(name): value for name, value in state_of(target).items()}
+    expected = {plain_name(name): value for name, value in state_of(target).items()}
     files = _renamed(saved, settings.map)
-    ignored = _ignored(settings.ignore, files, wanted)
+    ignored = _ignored(settings.ignore, files, expected)
     fit = Fit()
-    for name in dict.fromkeys([*wanted, *files]):
+    for name in dict.fromkeys([*expected, *files]):
         value = saved[files[name]] if name in files else None
-        fit.shapes[name] = _shape(wanted.get(name)), _shape(value)
+        fit.shapes[name] = _shape(expected.get(name)), _shape(value)
         if name in ignored:
             fit.ignored.append(name)
         elif name not in files:
             fit.missing.append(name)
-        elif name not in wanted:
+        elif name not in expected:
             fit.unexpected.append(name)
-        elif isinstance(wanted[name], Tensor) and fit.shapes[name][0] != fit.shapes[name][1]:
+        elif isinstance(expected[name], Tensor) and fit.shapes[name][0] != fit.shapes[name][1]:
             fit.reshaped.append(name)
         else:
             fit.loaded[name] = value
@@ -130,50 +130,55 @@ def _shape(value: Any) -> str:
 
 def _renamed(saved: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, str]:
     """Map the names after renaming to the names in the file."""
-    for old, new in renames.items():
-        if not isinstance(new, str):
-            with under_key(f"map.{old}"):
-                raise CheckpointError(f"must be the beginning of names in the model, got {new!r}")
-        if not any(name.startswith(old) for name in saved):
-            near = did_you_mean(old, {f"{name.partition('.')[0]}." for name in saved})
-            with under_key(f"map.{old}"):
-                first = ", ".join(list(saved)[:3])
+    for old_prefix, new_prefix in renames.items():
+        if not isinstance(new_prefix, str):
+            with under_key(f"map.{old_prefix}"):
                 raise CheckpointError(
-                    f"no name in the file begins with {old!r}{near}; its names are {first}, ..."
+                    f"must be the beginning of names in the model, got {new_prefix!r}"
+                )
+        if not any(name.startswith(old_prefix) for name in saved):
+            near = did_you_mean(old_prefix, {f"{name.partition('.')[0]}." for name in saved})
+            with under_key(f"map.{old_prefix}"):
+                examples = ", ".join(list(saved)[:3])
+                raise CheckpointError(
+                    f"no name in the file begins with {old_prefix!r}{near}; its names are "
+                    f"{examples}, ..."
                 )
     files: dict[str, str] = {}
     # If several entries match a name, the longest one is used.
     pairs = [*sorted(renames.items(), key=lambda pair: len(pair[0]), reverse=True), ("", "")]
     for name in saved:
         start, replacement = next(pair for pair in pairs if name.startswith(pair[0]))
-        new = plain_name(replacement + name.removeprefix(start))
-        if new in files:
+        new_name = plain_name(replacement + name.removeprefix(start))
+        if new_name in files:
             with under_key("map"):
-                raise CheckpointError(f"{files[new]} and {name} of the file both become {new}")
-        files[new] = name
+                raise CheckpointError(
+                    f"{files[new_name]} and {name} of the file both become {new_name}"
+                )
+        files[new_name] = name
     return files
 
 
 def _ignored(
-    patterns: Collection[str], files: Mapping[str, str], wanted: Collection[str]
+    patterns: Collection[str], files: Mapping[str, str], expected: Collection[str]
 ) -> set[str]:
     """Return the names, in the model or in the file, that a pattern matches."""
-    pairs = {name: (name, files.get(name, name)) for name in dict.fromkeys([*wanted, *files])}
+    pairs = {name: (name, files.get(name, name)) for name in dict.fromkeys([*expected, *files])}
     ignored: set[str] = set()
     for at, pattern in enumerate(patterns):
-        found = {
+        matches = {
             name
             for name, forms in pairs.items()
-            if any(fnmatchcase(one, pattern) or one.startswith(f"{pattern}.") for one in forms)
+            if any(fnmatchcase(form, pattern) or form.startswith(f"{pattern}.") for form in forms)
         }
-        if not found:
+        if not matches:
             parents = {name.rpartition(".")[0] for name in pairs}
             near = did_you_mean(pattern.removesuffix(".*"), [*pairs, *parents])
             with under_key(f"ignore.{at}"):
                 raise CheckpointError(
                     f"neither the model nor the file has a weight {pattern!r}{near}"
                 )
-        ignored |= found
+        ignored |= matches
     return ignored
 
 
@@ -182,9 +187,9 @@ def _shared_with(model: nn.Module, loaded: Collection[str]) -> set[str]:
 
     Files of Hugging Face contain a shared parameter under one name only.
     """
-    named = [(name, id(one)) for name, one in saved_parameters(model).items()]
-    there = {one for name, one in named if name in loaded}
-    return {name for name, one in named if one in there}
+    named = [(name, id(param)) for name, param in saved_parameters(model).items()]
+    loaded_ids = {param_id for name, param_id in named if name in loaded}
+    return {name for name, param_id in named if param_id in loaded_ids}
 
 
 def _proposed_map(

@@ -112,8 +112,8 @@ def add_configured(
         with preserved_rng():
             seed_rng(seed)
             adapter = add_adapter(model, config, base=path or "")
-    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    total = sum(one.numel() for one in model.parameters())
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    total = sum(param.numel() for param in model.parameters())
     if get_rank() == 0:
         kind = type(config).__name__
         logger.info(
@@ -174,8 +174,8 @@ def build_base(sections: Mapping[str, Any]) -> nn.Module:
 
 
 def _load_from(sections: Mapping[str, Any]) -> LoadFromSection | str | None:
-    given: Any = sections.get("load_from")
-    return LoadFromSection(**given) if isinstance(given, Mapping) else given
+    setting: Any = sections.get("load_from")
+    return LoadFromSection(**setting) if isinstance(setting, Mapping) else setting
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -219,6 +219,6 @@ def _load(model: nn.Module, settings: LoadFromSection) -> Fit:
         level = logging.WARNING if fit.misfits else logging.INFO
         table = fit.table()
         text = f"load_from: {len(fit.loaded)} weights of {kind} are loaded from {path}"
-        rest = "; the rest keeps its initial values" if fit.missing + fit.reshaped else ""
-        logger.log(level, "%s", f"{text}{rest}\n\n{table}\n" if table else text)
+        suffix = "; the rest keeps its initial values" if fit.missing + fit.reshaped else ""
+        logger.log(level, "%s", f"{text}{suffix}\n\n{table}\n" if table else text)
     return fit

@@ -60,8 +60,8 @@ def results(report: Any, tmp_path: Path) -> Results:
     return Results(report, tmp_path)
 
 
-def compare(old: Path, new: Path, *options: object, code: int = 0) -> str:
-    return run(BENCHMARKS / "compare.py", old, new, *options, code=code)
+def compare(before: Path, after: Path, *options: object, code: int = 0) -> str:
+    return run(BENCHMARKS / "compare.py", before, after, *options, code=code)
 
 
 def scaled(values: Sequence[float], factor: float) -> list[float]:
@@ -73,35 +73,35 @@ RESTLESS = [80.0, 90.0, 100.0, 110.0, 130.0]
 
 
 def test_compare_distinguishes_a_regression_from_noise(results: Results) -> None:
-    old = results.write({"by hand": STEADY, "stepwrap": STEADY})
+    before = results.write({"by hand": STEADY, "stepwrap": STEADY})
     slower = results.write({"by hand": STEADY, "stepwrap": scaled(STEADY, 1.2)})
-    assert "1.200  REGRESSION  steps: a step: stepwrap" in compare(old, slower, code=1)
-    assert "0.833  faster" in compare(slower, old)
-    assert "REGRESSION" not in compare(old, slower, "--threshold", 0.25)
+    assert "1.200  REGRESSION  steps: a step: stepwrap" in compare(before, slower, code=1)
+    assert "0.833  faster" in compare(slower, before)
+    assert "REGRESSION" not in compare(before, slower, "--threshold", 0.25)
 
-    old = results.write({"by hand": STEADY, "stepwrap": RESTLESS})
+    before = results.write({"by hand": STEADY, "stepwrap": RESTLESS})
     slower = results.write({"by hand": STEADY, "stepwrap": scaled(RESTLESS, 1.2)})
-    assert "REGRESSION" not in compare(old, slower)
-    assert "1.200  noise" in compare(old, slower, "--all")
+    assert "REGRESSION" not in compare(before, slower)
+    assert "1.200  noise" in compare(before, slower, "--all")
 
     # The spread of a single round is unknown.
-    old = results.write({"by hand": [1.0], "stepwrap": [1.0]})
+    before = results.write({"by hand": [1.0], "stepwrap": [1.0]})
     slower = results.write({"by hand": [1.0], "stepwrap": [2.0]})
-    assert "2.000  noise" in compare(old, slower, "--all")
+    assert "2.000  noise" in compare(before, slower, "--all")
 
 
 def test_a_slower_machine_or_peer_is_not_a_regression(results: Results) -> None:
     names = ("by hand", "stepwrap", "peer")
-    old = results.write(dict.fromkeys(names, STEADY))
+    before = results.write(dict.fromkeys(names, STEADY))
     slow = scaled(STEADY, 2)
-    assert "0 regressions" in compare(old, results.write(dict.fromkeys(names, slow)))
+    assert "0 regressions" in compare(before, results.write(dict.fromkeys(names, slow)))
     times = {"by hand": STEADY, "stepwrap": STEADY, "peer": slow}
-    assert "2.000  slower      steps: a step: peer" in compare(old, results.write(times))
+    assert "2.000  slower      steps: a step: peer" in compare(before, results.write(times))
 
 
 def test_compare_names_figures_that_only_one_run_has(results: Results) -> None:
-    old = results.write({"by hand": STEADY, "stepwrap old": STEADY})
-    text = compare(old, results.write({"by hand": STEADY, "stepwrap new": STEADY}))
+    before = results.write({"by hand": STEADY, "stepwrap old": STEADY})
+    text = compare(before, results.write({"by hand": STEADY, "stepwrap new": STEADY}))
     assert "only in old  steps: a step: stepwrap old" in text
     assert "only in new  steps: a step: stepwrap new" in text
 
@@ -142,9 +142,9 @@ def test_all_benchmarks_run_and_one_that_fails_is_named(tmp_path: Path) -> None:
     (quick,) = (tmp_path / "results").glob("*-quick.json")
     assert quick.with_suffix(".png").stat().st_size > 0
     (full,) = (tmp_path / "full").glob("*.json")
-    found = json.loads(full.read_text())
-    assert found["failed"] == ["bad"]
-    assert [figure["rounds"] for figure in found["figures"]] == [7, 7]
+    result = json.loads(full.read_text())
+    assert result["failed"] == ["bad"]
+    assert [figure["rounds"] for figure in result["figures"]] == [7, 7]
     assert [figure["rounds"] for figure in json.loads(quick.read_text())["figures"]] == [3, 3]
 
 
@@ -160,8 +160,10 @@ def test_the_page_of_figures_matches_its_file(report: Any, tmp_path: Path) -> No
         shutil.copy(ROOT / named[1], path)
         report.update(copy, path)
         assert copy.read_text(encoding="utf-8") == page
-    new = Results(report, tmp_path).write({"by hand": STEADY, "stepwrap": scaled(STEADY, 2)})
-    report.update(copy, new)
+    results_file = Results(report, tmp_path).write(
+        {"by hand": STEADY, "stepwrap": scaled(STEADY, 2)}
+    )
+    report.update(copy, results_file)
     assert "| a step | stepwrap | 200.0 us | 2.00 | by hand |" in copy.read_text(encoding="utf-8")
 
 
@@ -178,6 +180,6 @@ def test_every_benchmark_has_the_options_that_all_have(report: Any) -> None:
 
 def run_names() -> list[str]:
     """Return the benchmarks that benchmarks/run.py offers."""
-    found = re.search(r"--only \{([\w,]+)\}", run(BENCHMARKS / "run.py", "--help"))
-    assert found is not None
-    return found[1].split(",")
+    choices = re.search(r"--only \{([\w,]+)\}", run(BENCHMARKS / "run.py", "--help"))
+    assert choices is not None
+    return choices[1].split(",")

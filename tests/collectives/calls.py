@@ -33,8 +33,8 @@ def outcome_text(call: Callable[..., object], *args: Any) -> str:
 
 def assert_outcomes(outcomes: Iterable[tuple[str, str]], expected: list[tuple[str, str]]) -> None:
     """Compare the types of errors, and check that each text has the expected part."""
-    for (kind, text), (error, part) in zip(outcomes, expected, strict=True):
-        assert (kind, part in text) == (error, True), text
+    for (kind, text), (error, phrase) in zip(outcomes, expected, strict=True):
+        assert (kind, phrase in text) == (error, True), text
 
 
 @contextlib.contextmanager

@@ -24,28 +24,28 @@ def _allowed(op: str, dtype: torch.dtype) -> bool:
 def _reduce_every_dtype() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for dtype in DTYPES:
-        parts = [values_of(r, dtype) for r in range(world_size)]
+        by_rank = [values_of(r, dtype) for r in range(world_size)]
         for op, function in OPS.items():
-            own = parts[rank].clone(memory_format=torch.preserve_format)
-            contiguous = parts[rank].contiguous()
+            tensor = by_rank[rank].clone(memory_format=torch.preserve_format)
+            contiguous = by_rank[rank].contiguous()
             if not _allowed(op, dtype):
-                assert outcome(all_reduce, own, op)[0] == "ValueError"
+                assert outcome(all_reduce, tensor, op)[0] == "ValueError"
                 continue
             # torch adds bools as "or" and multiplies them as "and".
-            expected = functools.reduce(function, parts)
-            assert all_reduce(own, op) is None  # type: ignore[func-returns-value]
+            expected = functools.reduce(function, by_rank)
+            assert all_reduce(tensor, op) is None  # type: ignore[func-returns-value]
             all_reduce(contiguous, op)
-            assert torch.equal(own, expected), (dtype, op)
+            assert torch.equal(tensor, expected), (dtype, op)
             assert torch.equal(contiguous, expected), (dtype, op)
-            assert own.stride() == parts[rank].stride()
+            assert tensor.stride() == by_rank[rank].stride()
         zero_dim, empty = torch.ones((), dtype=dtype), torch.empty(0, 3, dtype=dtype)
         all_reduce(zero_dim, "product")
         all_reduce(empty)
         assert zero_dim.item() == 1
     for narrow in (torch.uint16, torch.uint32):
-        own = torch.tensor([rank, 65_535]).to(narrow)
-        all_reduce(own, "max")
-        assert own.tolist() == [world_size - 1, 65_535]
+        tensor = torch.tensor([rank, 65_535]).to(narrow)
+        all_reduce(tensor, "max")
+        assert tensor.tolist() == [world_size - 1, 65_535]
 
 
 @pytest.mark.parametrize("world_size", [2, *slow(3)])
@@ -67,11 +67,11 @@ def test_means_keep_their_dtype_and_are_rounded_with_one_warning() -> None:
         assert exact.tolist() == [2, 3]
         assert not messages
         for dtype in INTEGERS:
-            own = torch.tensor([1 + rank, 2 + rank, 2 * rank, 100 + rank], dtype=dtype)
-            all_reduce(own, "mean")
-            assert own.dtype == dtype
+            tensor = torch.tensor([1 + rank, 2 + rank, 2 * rank, 100 + rank], dtype=dtype)
+            all_reduce(tensor, "mean")
+            assert tensor.dtype == dtype
             # 1.5 and 2.5 round to the even neighbour; the sum of the last needs more than 8 bits.
-            assert own.tolist() == [2, 2, 1, 100]
+            assert tensor.tolist() == [2, 2, 1, 100]
         negative = torch.tensor([-1 - rank, -3 * rank, 2**60 + 2 * rank])
         all_reduce(negative, "mean")
         assert negative.tolist() == [-2, -2, 2**60 + 1]
@@ -93,7 +93,7 @@ def test_means_keep_their_dtype_and_are_rounded_with_one_warning() -> None:
 def test_means_and_wide_sums_of_large_integers_do_not_wrap(dtype: torch.dtype) -> None:
     rank = dist.get_rank()
     largest, least = torch.iinfo(dtype).max, torch.iinfo(dtype).min
-    for parts in (
+    for values in (
         [largest, largest, largest],
         [least, least, least],
         [largest, largest - 7, largest - 1],
@@ -102,19 +102,19 @@ def test_means_and_wide_sums_of_large_integers_do_not_wrap(dtype: torch.dtype) -
         [largest, least, 5],
     ):
         # Python's integers are exact, and round() goes to the nearest.
-        exact = Fraction(sum(parts), 3)
-        own = torch.tensor([parts[rank], rank], dtype=dtype)
-        all_reduce(own, "mean")
-        assert own.tolist() == [round(exact), 1], parts
-        given = {"n": torch.tensor([parts[rank]], dtype=dtype)}
-        mean = stepwrap.collectives.all_reduce_dict(given, "mean")["n"]
-        assert mean.tolist() == [pytest.approx(float(exact), rel=1e-15, abs=1e-15)], parts
-        total = stepwrap.collectives.all_reduce_dict(given, "sum")["n"]
-        assert total.tolist() == [float(sum(parts))], parts
+        exact = Fraction(sum(values), 3)
+        tensor = torch.tensor([values[rank], rank], dtype=dtype)
+        all_reduce(tensor, "mean")
+        assert tensor.tolist() == [round(exact), 1], values
+        tensors = {"n": torch.tensor([values[rank]], dtype=dtype)}
+        mean = stepwrap.collectives.all_reduce_dict(tensors, "mean")["n"]
+        assert mean.tolist() == [pytest.approx(float(exact), rel=1e-15, abs=1e-15)], values
+        total = stepwrap.collectives.all_reduce_dict(tensors, "sum")["n"]
+        assert total.tolist() == [float(sum(values))], values
 
 
 @on_ranks(3)
 def test_thirds_go_to_the_nearest() -> None:
-    own = torch.tensor([[0, 0, -1], [1, 1, -1], [0, 1, 0]][dist.get_rank()])
-    all_reduce(own, "mean")
-    assert [int(value) for value in own] == [0, 1, -1]
+    tensor = torch.tensor([[0, 0, -1], [1, 1, -1], [0, 1, 0]][dist.get_rank()])
+    all_reduce(tensor, "mean")
+    assert [int(value) for value in tensor] == [0, 1, -1]

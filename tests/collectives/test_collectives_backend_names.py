@@ -27,7 +27,7 @@ class _OwnDist(NonDist):
 
 
 class _CountingDist(NonDist):
-    made = 0
+    created = 0
 
     def __init__(self) -> None:
         # Long enough that another thread asks for the same name.
@@ -38,8 +38,8 @@ class _CountingDist(NonDist):
 
 
 class _Count(BaseMetric):
-    def add(self, items: list[int]) -> None:
-        self._results += items
+    def add(self, values: list[int]) -> None:
+        self._results += values
 
     def compute_metric(self, results: list[int]) -> int:
         return len(results)
@@ -87,8 +87,8 @@ def test_threads_get_one_instance() -> None:
 
 
 def test_classes_and_instances_are_back_ends_too() -> None:
-    own = _OwnDist()
-    assert get_dist_backend(own) is own
+    instance = _OwnDist()
+    assert get_dist_backend(instance) is instance
     assert type(get_dist_backend(_OwnDist)) is _OwnDist
     with pytest.raises(TypeError, match="subclass of BaseDistBackend"):
         get_dist_backend(dict)  # type: ignore[arg-type]
@@ -113,11 +113,11 @@ def test_the_default_is_for_metrics_made_later() -> None:
 
 def test_a_name_is_taken_once() -> None:
     register_dist_backend("own", _OwnDist)
-    first = get_dist_backend("own")
+    backend = get_dist_backend("own")
     with pytest.raises(KeyError, match="own is the backend _OwnDist; force=True replaces it"):
         register_dist_backend("own", NonDist)
     register_dist_backend("own", _OwnDist, force=True)
-    assert get_dist_backend("own") is not first
+    assert get_dist_backend("own") is not backend
     register_dist_backend("torch", _OwnDist, force=True)
     assert type(get_dist_backend("torch")) is _OwnDist
     unregister_dist_backend("torch")

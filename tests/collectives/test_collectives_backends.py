@@ -63,9 +63,9 @@ class _NumpyDist(TensorBaseDistBackend):
     def world_size(self) -> int:
         return len(self.hub.slots)
 
-    def _object_to_tensor(self, obj: Any) -> tuple[Any, Any]:
-        self.encoded.append(obj)
-        data = np.frombuffer(pickle.dumps(obj), dtype=np.uint8)
+    def _object_to_tensor(self, value: Any) -> tuple[Any, Any]:
+        self.encoded.append(value)
+        data = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
         return data, np.array(len(data))
 
     def _tensor_to_object(self, tensor: Any, size: int) -> Any:
@@ -78,17 +78,17 @@ class _NumpyDist(TensorBaseDistBackend):
         return np.concatenate([tensor, np.zeros(max_size - len(tensor), np.uint8)])
 
     def _all_gather(self, tensor: Any) -> list[Any]:
-        parts = self.hub.exchange(self.rank, tensor)
-        assert len({part.shape for part in parts}) == 1
-        return [np.copy(part) for part in parts]
+        arrays = self.hub.exchange(self.rank, tensor)
+        assert len({array.shape for array in arrays}) == 1
+        return [np.copy(array) for array in arrays]
 
     def _broadcast(self, tensor: Any, src: int) -> Any:
         return self._all_gather(tensor)[src]
 
 
 class _CopyingTorchDist(_NumpyDist):
-    def _object_to_tensor(self, obj: Any) -> tuple[Any, Any]:
-        data, size = super()._object_to_tensor(obj)
+    def _object_to_tensor(self, value: Any) -> tuple[Any, Any]:
+        data, size = super()._object_to_tensor(value)
         return torch.from_numpy(data.copy()), torch.tensor([int(size)])
 
     def _tensor_to_object(self, tensor: Any, size: int) -> Any:
@@ -98,16 +98,16 @@ class _CopyingTorchDist(_NumpyDist):
         return torch.cat([tensor, torch.zeros(max_size - len(tensor), dtype=torch.uint8)])
 
     def _all_gather(self, tensor: Any) -> list[Any]:
-        parts = self.hub.exchange(self.rank, tensor)
-        assert len({part.shape for part in parts}) == 1
-        return [part.clone() for part in parts]
+        tensors = self.hub.exchange(self.rank, tensor)
+        assert len({tensor.shape for tensor in tensors}) == 1
+        return [tensor.clone() for tensor in tensors]
 
 
 class _JsonDist(_NumpyDist):
     """Encode as JSON, in which None is longer than a digit."""
 
-    def _object_to_tensor(self, obj: Any) -> tuple[Any, Any]:
-        data = np.frombuffer(json.dumps(obj).encode(), dtype=np.uint8)
+    def _object_to_tensor(self, value: Any) -> tuple[Any, Any]:
+        data = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
         return data, np.array(len(data))
 
     def _tensor_to_object(self, tensor: Any, size: int) -> Any:
@@ -118,10 +118,10 @@ class _RefusingDist(_NumpyDist):
     """Fail on rank 1 to decode one word."""
 
     def _tensor_to_object(self, tensor: Any, size: int) -> Any:
-        obj = super()._tensor_to_object(tensor, size)
-        if self.rank == 1 and obj == "poison":
+        value = super()._tensor_to_object(tensor, size)
+        if self.rank == 1 and value == "poison":
             raise LookupError("no such word")
-        return obj
+        return value
 
 
 def _on_threads(
@@ -140,10 +140,10 @@ def test_broadcast_without_aliasing(kind: type[_NumpyDist], src: int) -> None:
     def work(backend: _NumpyDist) -> None:
         for payload in PAYLOADS:
             for other in PAYLOADS:
-                own = payload if backend.rank == src else other
-                received = backend.broadcast_object(own, src)
+                sent = payload if backend.rank == src else other
+                received = backend.broadcast_object(sent, src)
                 assert received == payload
-                assert (received is own) or backend.rank != src or payload is None
+                assert (received is sent) or backend.rank != src or payload is None
 
     _on_threads(kind, 2, work)
 
@@ -162,11 +162,11 @@ def test_an_object_may_be_shorter_than_none() -> None:
 def test_gather_of_any_sizes(kind: type[_NumpyDist], world_size: int) -> None:
 
     def work(backend: _NumpyDist) -> None:
-        for first in PAYLOADS:
-            own = [first] * backend.rank
-            gathered = backend.all_gather_object(own)
-            assert gathered == [[first] * rank for rank in range(world_size)]
-            assert gathered[backend.rank] is not own
+        for entry in PAYLOADS:
+            sent = [entry] * backend.rank
+            gathered = backend.all_gather_object(sent)
+            assert gathered == [[entry] * rank for rank in range(world_size)]
+            assert gathered[backend.rank] is not sent
 
     _on_threads(kind, world_size, work)
 
@@ -175,9 +175,9 @@ def test_objects_of_receiving_ranks_are_ignored() -> None:
     """A lambda is allowed there, because it is never encoded."""
 
     def work(backend: _NumpyDist) -> Any:
-        own = "text" if backend.rank == 1 else (lambda: None)
-        assert backend.broadcast_object(own, 1) == "text"
-        return [obj for obj in backend.encoded if obj is not None]
+        sent = "text" if backend.rank == 1 else (lambda: None)
+        assert backend.broadcast_object(sent, 1) == "text"
+        return [value for value in backend.encoded if value is not None]
 
     assert _on_threads(_NumpyDist, 2, work) == [[], ["text"]]
 
@@ -250,15 +250,17 @@ def _use(kind: Callable[[], BaseDistBackend]) -> list[tuple[str, str]]:
     assert (backend.is_initialized, backend.rank, backend.world_size) == (True, rank, size)
     for src in range(size):
         for payload in [b"1", list(range(300)), bytes(5_000_000), None]:
-            own = payload if rank == src else threading.Lock()
-            assert backend.broadcast_object(own, src) == payload
+            sent = payload if rank == src else threading.Lock()
+            assert backend.broadcast_object(sent, src) == payload
     lists = [list(range(r)) for r in range(size)]
     assert backend.all_gather_object(lists[rank]) == lists
     # They are copies: changes on one rank do not reach another.
     gathered = backend.all_gather_object({"tensor": torch.zeros(3)})
-    for at, each in enumerate(gathered):
-        each["tensor"] += rank + at
-    assert [each["tensor"][0].item() for each in gathered] == [rank + at for at in range(size)]
+    for at, received in enumerate(gathered):
+        received["tensor"] += rank + at
+    assert [received["tensor"][0].item() for received in gathered] == [
+        rank + at for at in range(size)
+    ]
     assert outcome(backend.broadcast_object, 1, size)[0] == "ValueError"
     return _fail_then_continue(backend)
 
@@ -291,10 +293,10 @@ def _use_a_sub_group() -> tuple[Any, ...]:
 
 def test_a_sub_group_numbers_its_own_ranks() -> None:
     """`samples[rank::world_size]` then omits no sample."""
-    outside, first, _, second = run_ranks(_use_a_sub_group, 4)
+    outside, rank_0, _, second = run_ranks(_use_a_sub_group, 4)
     assert outside == ("ValueError", "ValueError")
     refused = ("ValueError", "src must be a rank below 2, got 3")
-    assert first == (0, 2, 1, 3, refused)
+    assert rank_0 == (0, 2, 1, 3, refused)
     assert second == (1, 2, 3, 3, refused)
 
 

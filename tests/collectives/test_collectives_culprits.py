@@ -131,8 +131,8 @@ def _fail_then_leave(folder: str) -> list[str]:
 
 
 def test_an_old_failure_is_not_taken_for_a_wait(tmp_path: Path) -> None:
-    first, second = run_ranks(_fail_then_leave, 2, str(tmp_path))[0]
-    assert "made_up() failed on all ranks: ranks 0, 1 wait in made_up" in first
+    error_text, second = run_ranks(_fail_then_leave, 2, str(tmp_path))[0]
+    assert "made_up() failed on all ranks: ranks 0, 1 wait in made_up" in error_text
     assert re.search(
         r"rank 0 waits in synchronize .*, rank 1 gave up in made_up .* \d s ago", second
     )

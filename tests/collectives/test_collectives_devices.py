@@ -15,18 +15,18 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class Pair(NamedTuple):
-    first: Any
+    value: Any
     second: Any
 
 
 def _nested(device: torch.device = CPU) -> dict[str, Any]:
-    one = torch.ones(2, device=device)
-    named = defaultdict(list, {"x": [one + 1]})
+    tensor = torch.ones(2, device=device)
+    named = defaultdict(list, {"x": [tensor + 1]})
     return {
-        "tensor": one,
-        "list": [one, (one, {"deep": one})],
-        "pair": Pair(one, [one]),
-        "ordered": OrderedDict(b=one, a=one),
+        "tensor": tensor,
+        "list": [tensor, (tensor, {"deep": tensor})],
+        "pair": Pair(tensor, [tensor]),
+        "ordered": OrderedDict(b=tensor, a=tensor),
         "default": named,
         "set": {torch.zeros(1, device=device)},
     }
@@ -82,10 +82,10 @@ def test_out_is_filled_in_place() -> None:
     data = {"a": torch.ones(2), "b": [torch.ones(3), (torch.full((), 2.0),)]}
     # The keys are in another order.
     out = {"b": [torch.zeros(3), (torch.zeros(()),)], "a": torch.zeros(2)}
-    places = out["a"], out["b"][0], out["b"][1][0]
+    targets = out["a"], out["b"][0], out["b"][1][0]
     assert cast_data_device(data, CPU, out)["a"] is data["a"]
-    assert [place.tolist() for place in places] == [[1.0, 1.0], [1.0, 1.0, 1.0], 2.0]
-    assert out["a"] is places[0]
+    assert [target.tolist() for target in targets] == [[1.0, 1.0], [1.0, 1.0, 1.0], 2.0]
+    assert out["a"] is targets[0]
     single = torch.zeros(2)
     cast_data_device(torch.ones(2), CPU, single)
     assert single.tolist() == [1.0, 1.0]
@@ -128,10 +128,10 @@ ONE = torch.ones(1)
 def test_an_out_that_does_not_fit(
     data: Any, make_out: Any, error: type[Exception], text: str
 ) -> None:
-    place = torch.zeros(1)
+    target = torch.zeros(1)
     with pytest.raises(error, match=text):
-        cast_data_device(data, CPU, make_out(place))
-    assert place.item() == 0.0
+        cast_data_device(data, CPU, make_out(target))
+    assert target.item() == 0.0
 
 
 @pytest.mark.parametrize("data", [[], {}, "text", 1.0, [ONE, []], iter([ONE])])
@@ -153,13 +153,13 @@ def test_the_device_to_travel_on() -> None:
 @pytest.mark.gpu
 def test_nests_move_to_a_gpu_and_back() -> None:
     data = _nested()
-    there = cast_data_device(data, "cuda")
-    assert get_data_device(there).type == "cuda"
+    on_gpu = cast_data_device(data, "cuda")
+    assert get_data_device(on_gpu).type == "cuda"
     out = [torch.zeros(2, device="cuda")]
     cast_data_device([torch.ones(2)], CPU, out)
     assert out[0].tolist() == [1.0, 1.0]
     with pytest.raises(ValueError, match="should be consistent"):
-        get_data_device([data, there])
+        get_data_device([data, on_gpu])
 
 
 def _comm_device_of(backend: str) -> str:

@@ -90,11 +90,11 @@ def test_a_dict_keeps_every_dtype() -> None:
 def test_keys_need_no_order_and_no_clear_text() -> None:
     rank = dist.get_rank()
     keys: list[Any] = ["a", 1, (2, "b"), None, Key(1), Key(2), torch.float32]
-    own = {key: torch.tensor(float(i)) for i, key in enumerate(keys)}
+    tensors = {key: torch.tensor(float(i)) for i, key in enumerate(keys)}
     if rank == 1:
-        own = dict(reversed(own.items()))
-    all_reduce_dict(own)
-    assert [own[key].item() for key in keys] == [0, 2, 4, 6, 8, 10, 12]
+        tensors = dict(reversed(tensors.items()))
+    all_reduce_dict(tensors)
+    assert [tensors[key].item() for key in keys] == [0, 2, 4, 6, 8, 10, 12]
     other = {Key(rank): torch.ones(1)}
     name, text = outcome(all_reduce_dict, other)
     assert name == "ValueError"
@@ -104,30 +104,30 @@ def test_keys_need_no_order_and_no_clear_text() -> None:
 @on_ranks(2)
 def test_differing_dicts_are_an_error_on_every_rank() -> None:
     rank = dist.get_rank()
-    one = torch.ones(1)
+    tensor = torch.ones(1)
     pairs: list[tuple[Any, Any]] = [
-        ({"a": one}, {"b": one}),
-        ({"a": one, "b": one}, {"a": one}),
-        ({"a": one}, {"a": torch.ones(2)}),
-        ({"a": one}, {"a": one.double()}),
-        ({"a": one}, {"a": "text"}),
-        ({"a": one}, [one]),
-        ({"a": one}, {"a": 10**400}),
+        ({"a": tensor}, {"b": tensor}),
+        ({"a": tensor, "b": tensor}, {"a": tensor}),
+        ({"a": tensor}, {"a": torch.ones(2)}),
+        ({"a": tensor}, {"a": tensor.double()}),
+        ({"a": tensor}, {"a": "text"}),
+        ({"a": tensor}, [tensor]),
+        ({"a": tensor}, {"a": 10**400}),
     ]
     outcomes = [outcome(all_reduce_dict, pair[rank]) for pair in pairs]
-    outcomes.append(outcome(all_reduce_dict, {"a": one}, "sum" if rank == 0 else "max"))
-    outcomes.append(outcome(all_reduce_dict, {"a": one if rank == 0 else one * 1j}, "max"))
-    many = {str(i): one for i in range(20)}
-    outcomes.append(outcome(all_reduce_dict, many if rank == 0 else {}))
+    outcomes.append(outcome(all_reduce_dict, {"a": tensor}, "sum" if rank == 0 else "max"))
+    outcomes.append(outcome(all_reduce_dict, {"a": tensor if rank == 0 else tensor * 1j}, "max"))
+    many_tensors = {str(i): tensor for i in range(20)}
+    outcomes.append(outcome(all_reduce_dict, many_tensors if rank == 0 else {}))
     after = {"n": torch.tensor(1)}
     all_reduce_dict(after)
     assert after["n"].item() == 2
-    own = "torch.float32 of shape (1,) on cpu"
+    spec = "torch.float32 of shape (1,) on cpu"
     expected = [
         ("ValueError", "keys missing on rank 1: a; keys missing on rank 0: b"),
         ("ValueError", "keys missing on rank 1: b"),
-        ("ValueError", f"'a' is {own} on rank 0 and torch.float32 of shape (2,) on cpu on rank 1"),
-        ("ValueError", f"'a' is {own} on rank 0 and torch.float64 of shape (1,) on cpu on rank 1"),
+        ("ValueError", f"'a' is {spec} on rank 0 and torch.float32 of shape (2,) on cpu on rank 1"),
+        ("ValueError", f"'a' is {spec} on rank 0 and torch.float64 of shape (1,) on cpu on rank 1"),
         ("TypeError", "data['a'] must be a tensor or a number, got str"),
         ("AssertionError", "data must be a dict, got list"),
         ("ValueError", "data['a'] must fit a tensor"),

@@ -20,9 +20,9 @@ FLOAT8 = (
 LARGE = [[2**63 + 5, 7, 2**64 - 1, 2], [2**63 + 8, 2**63, 2**64 - 1, 1]]
 
 
-def _mean(first: int, second: int) -> int:
-    half, rest = divmod(first + second, 2)
-    return half + (rest and half % 2)
+def _mean(low: int, second: int) -> int:
+    half, remainder = divmod(low + second, 2)
+    return half + (remainder and half % 2)
 
 
 @on_ranks(2)
@@ -41,26 +41,26 @@ def test_unsigned_integers_of_64_bits() -> None:
         "mean": [_mean(a, b) for a, b in pairs],
     }
     for op, values in expected.items():
-        own = torch.tensor(LARGE[rank], dtype=torch.uint64)
-        all_reduce(own, op)
-        assert own.dtype == torch.uint64
-        assert own.tolist() == values, op
+        tensor = torch.tensor(LARGE[rank], dtype=torch.uint64)
+        all_reduce(tensor, op)
+        assert tensor.dtype == torch.uint64
+        assert tensor.tolist() == values, op
         square = torch.tensor(LARGE[rank], dtype=torch.uint64).reshape(2, 2).T
         data = {"a": torch.tensor(LARGE[rank][0], dtype=torch.uint64), "b": square}
         in_place.all_reduce_dict(data, op)
         assert data["a"].item() == values[0], op
         assert data["b"].T.flatten().tolist() == values, op
     for op in ("sum", "min", "max", "mean"):
-        own = torch.tensor(LARGE[rank], dtype=torch.uint64)
+        tensor = torch.tensor(LARGE[rank], dtype=torch.uint64)
         for to_float in (True, False):
-            reduced: Any = all_reduce_dict({"a": own}, op, to_float)["a"]
+            reduced: Any = all_reduce_dict({"a": tensor}, op, to_float)["a"]
             is_float = to_float or op == "mean"
             assert reduced.dtype == (torch.float64 if is_float else torch.uint64)
             wide = [a + b for a, b in pairs] if op == "sum" else expected[op]
             if op == "mean":
                 wide = [(a + b) / 2 for a, b in pairs]
             assert reduced.tolist() == ([float(v) for v in wide] if is_float else expected[op])
-        assert own.tolist() == LARGE[rank]
+        assert tensor.tolist() == LARGE[rank]
     mean = reduce_mean(torch.tensor([2**63, 2 + 2 * rank], dtype=torch.uint64))
     assert mean.dtype == torch.float32
     assert mean.tolist() == [2.0**63, 3.0]
@@ -68,9 +68,9 @@ def test_unsigned_integers_of_64_bits() -> None:
 
 @on_ranks(3)
 def test_the_mean_of_three_large_integers() -> None:
-    own = torch.tensor([2**64 - 1 - dist.get_rank() * 2, 2**64 - 1, 5], dtype=torch.uint64)
-    all_reduce(own, "mean")
-    values: list[int] = own.tolist()
+    tensor = torch.tensor([2**64 - 1 - dist.get_rank() * 2, 2**64 - 1, 5], dtype=torch.uint64)
+    all_reduce(tensor, "mean")
+    values: list[int] = tensor.tolist()
     assert values == [2**64 - 3, 2**64 - 1, 5]
 
 
@@ -81,41 +81,44 @@ def test_narrow_numbers(dtype: torch.dtype) -> None:
     with warnings.catch_warnings():
         # torch warns once that complex halves are experimental.
         warnings.simplefilter("ignore")
-        own = torch.tensor([[1, 2], [4, 3]])[rank].to(dtype)
+        tensor = torch.tensor([[1, 2], [4, 3]])[rank].to(dtype)
         is_complex = dtype.is_complex
         expected = {"sum": [5, 5], "product": [4, 6], "mean": [2.5, 2.5]}
         if not is_complex:
             expected |= {"min": [1, 2], "max": [4, 3]}
         for op, values in expected.items():
-            reduced = own.clone()
+            reduced = tensor.clone()
             all_reduce(reduced, op)
-            data: dict[str, Any] = {"a": own}
+            data: dict[str, Any] = {"a": tensor}
             in_place.all_reduce_dict(data, op)
             results = [reduced, data["a"]]
             if op != "product":
-                results.append(all_reduce_dict({"a": own}, op, to_float=False)["a"])
-                wide: Any = all_reduce_dict({"a": own}, op)["a"]
+                results.append(all_reduce_dict({"a": tensor}, op, to_float=False)["a"])
+                wide: Any = all_reduce_dict({"a": tensor}, op)["a"]
                 assert wide.dtype == (torch.complex64 if is_complex else torch.float32)
                 assert wide.tolist() == values
             if op == "mean":
-                results.append(reduce_mean(own))
+                results.append(reduce_mean(tensor))
             for result in results:
                 assert result.dtype == dtype
                 assert result.to(wide.dtype).tolist() == values, op
-        for gathered in (all_gather(own), gather(own, 1)):
-            assert [part.dtype for part in gathered] == [dtype] * len(gathered)
-            assert [part.to(wide.dtype).tolist() for part in gathered] in ([], [[1, 2], [4, 3]])
+        for gathered in (all_gather(tensor), gather(tensor, 1)):
+            assert [received.dtype for received in gathered] == [dtype] * len(gathered)
+            assert [received.to(wide.dtype).tolist() for received in gathered] in (
+                [],
+                [[1, 2], [4, 3]],
+            )
 
 
 def _refuse(dtype: torch.dtype) -> list[str]:
-    own = torch.zeros(2, dtype=torch.uint8).view(dtype)
+    tensor = torch.zeros(2, dtype=torch.uint8).view(dtype)
     texts = []
     for call in (all_reduce, reduce_mean, all_reduce_dict, in_place.all_reduce_dict):
         try:
-            call({"a": own} if "dict" in call.__name__ else own)
+            call({"a": tensor} if "dict" in call.__name__ else tensor)
         except ValueError as error:
             texts.append(str(error))
-    assert all_gather(own)[1].dtype == dtype
+    assert all_gather(tensor)[1].dtype == dtype
     return texts
 
 

@@ -38,18 +38,18 @@ def _traces_of_shared_memory() -> list[str]:
 def _exchange_sizes(sizes: list[int]) -> list[Any]:
     """Gather, gather to one rank and broadcast tensors; return the names of failed calls."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    own = torch.full((sizes[rank],), float(rank))
+    tensor = torch.full((sizes[rank],), float(rank))
     wrong: list[Any] = []
-    for name, parts in (
-        ("all_gather", all_gather_object(own)),
-        ("gather", gather_object(own, dst=world_size - 1)),
-        ("broadcast", [broadcast(own, src) for src in range(world_size)]),
+    for name, received in (
+        ("all_gather", all_gather_object(tensor)),
+        ("gather", gather_object(tensor, dst=world_size - 1)),
+        ("broadcast", [broadcast(tensor, src) for src in range(world_size)]),
     ):
-        if parts is None:
+        if received is None:
             wrong += [name] if rank == world_size - 1 else []
             continue
-        for number, part in enumerate(parts):
-            if part.shape != (sizes[number],) or not bool((part == number).all()):
+        for number, rank_tensor in enumerate(received):
+            if rank_tensor.shape != (sizes[number],) or not bool((rank_tensor == number).all()):
                 wrong.append((name, number))
     return wrong
 
@@ -128,7 +128,7 @@ def _use_sub_groups() -> list[Any]:
     answers: list[Any] = [all_gather_object(rank, mine), broadcast(f"of {rank}", root, mine)]
     answers.append(gather_object(torch.full((LARGE,), float(rank)), root, mine))
     if answers[-1] is not None:
-        answers[-1] = [part[-1].item() for part in answers[-1]]
+        answers[-1] = [received[-1].item() for received in answers[-1]]
     for call in (
         lambda: all_gather_object(1, groups[1 - rank % 2]),
         lambda: broadcast(1, root, groups[1 - rank % 2]),
@@ -154,10 +154,10 @@ def test_sub_groups_take_global_ranks() -> None:
 
 
 def _pad() -> tuple[Any, ...]:
-    own = torch.arange(1.0, 6.0 if dist.get_rank() else 3.0)
-    sizes, padded = pad_to_largest_tensor(own)
-    same, unpadded = pad_to_largest_tensor(own[:2])
-    return sizes, padded.tolist(), padded.dtype, padded is own, same, unpadded.tolist()
+    tensor = torch.arange(1.0, 6.0 if dist.get_rank() else 3.0)
+    sizes, padded = pad_to_largest_tensor(tensor)
+    same, unpadded = pad_to_largest_tensor(tensor[:2])
+    return sizes, padded.tolist(), padded.dtype, padded is tensor, same, unpadded.tolist()
 
 
 def test_padding_to_the_largest_keeps_dtype_and_fills_with_zeros() -> None:
@@ -170,9 +170,9 @@ def test_padding_to_the_largest_keeps_dtype_and_fills_with_zeros() -> None:
 
 
 def test_padding_alone_changes_nothing() -> None:
-    own = torch.ones(3, dtype=torch.int16)
-    sizes, padded = pad_to_largest_tensor(own)
+    tensor = torch.ones(3, dtype=torch.int16)
+    sizes, padded = pad_to_largest_tensor(tensor)
     assert sizes == [3]
-    assert padded is own
+    assert padded is tensor
     with pytest.raises(ValueError, match="one dimension"):
         pad_to_largest_tensor(torch.ones(2, 2))

@@ -69,7 +69,7 @@ def _gather_every_way(tmpdir: str) -> tuple[list[Any], list[str]]:
     os.chdir(Path(tmpdir, "cwd"))
     # All ranks must use rank 0's directory for temporary files.
     tempfile.tempdir = str(Path(tmpdir, "cwd")) if rank == 0 else "/nowhere"
-    own = {"rank": rank, "none": None, "text": "x" * 10**rank, "t": torch.arange(rank * 9_000.0)}
+    sent = {"rank": rank, "none": None, "text": "x" * 10**rank, "t": torch.arange(rank * 9_000.0)}
     ways: list[dict[str, Any]] = [
         {},
         {"tmpdir": Path(tmpdir, "cwd", "new", "deep")},
@@ -80,11 +80,13 @@ def _gather_every_way(tmpdir: str) -> tuple[list[Any], list[str]]:
     results: list[Any] = []
     for everywhere in (False, True):
         results += [
-            all_gather_object_cpu(own, rank_zero_return_only=not everywhere, **way) for way in ways
+            all_gather_object_cpu(sent, rank_zero_return_only=not everywhere, **way) for way in ways
         ]
-        results.append(all_gather_object_gpu(own, not everywhere))
+        results.append(all_gather_object_gpu(sent, not everywhere))
     tempfile.tempdir = None
-    shown = [None if result is None else [_summary(one) for one in result] for result in results]
+    shown = [
+        None if result is None else [_summary(entry) for entry in result] for result in results
+    ]
     return shown, _files(Path(tmpdir, "cwd"))
 
 
@@ -109,11 +111,11 @@ def test_every_way_gives_the_same(world_size: int, tmp_path: Path) -> None:
 def _gather_in_subgroups(tmpdir: str) -> tuple[Any, ...]:
     groups = [dist.new_group([1, 3]), dist.new_group([0, 2])]
     rank = dist.get_rank()
-    own, other = groups if rank % 2 else groups[::-1]
-    rounds = [all_gather_object_cpu((rank, turn), tmpdir, group=own) for turn in range(20)]
+    group, other = groups if rank % 2 else groups[::-1]
+    rounds = [all_gather_object_cpu((rank, turn), tmpdir, group=group) for turn in range(20)]
     expected = [[(rank, turn), (rank + 2, turn)] if rank < 2 else None for turn in range(20)]
-    everywhere = all_gather_object_cpu(rank, tmpdir, False, group=own)
-    through_group = all_gather_object_gpu(rank, True, own)
+    everywhere = all_gather_object_cpu(rank, tmpdir, False, group=group)
+    through_group = all_gather_object_gpu(rank, True, group)
     refused = outcome(all_gather_object_cpu, 1, tmpdir, group=other)[0]
     return rounds == expected, everywhere, through_group, refused
 
@@ -168,8 +170,8 @@ def test_a_failure_on_one_rank_raises_on_all(tmp_path: Path) -> None:
 def _wait_for_part(tmpdir: str, rank: int) -> Path:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        for part in Path(tmpdir).glob(f"*/part_{rank}.pkl"):
-            return part
+        for path in Path(tmpdir).glob(f"*/part_{rank}.pkl"):
+            return path
         time.sleep(0.002)
     raise TimeoutError(f"no part of rank {rank}")
 
@@ -187,17 +189,17 @@ class _Touch:
 
 
 def _flip_last_byte(tmpdir: str) -> None:
-    part = _wait_for_part(tmpdir, 0)
-    content = bytearray(part.read_bytes())
+    path = _wait_for_part(tmpdir, 0)
+    content = bytearray(path.read_bytes())
     content[-1] ^= 1
-    part.write_bytes(content)
+    path.write_bytes(content)
 
 
 def _swap(tmpdir: str) -> None:
-    first, third = _wait_for_part(tmpdir, 0), _wait_for_part(tmpdir, 2)
-    first.rename(first.with_name("other"))
-    third.rename(first)
-    first.with_name("other").rename(third)
+    rank_0_file, third = _wait_for_part(tmpdir, 0), _wait_for_part(tmpdir, 2)
+    rank_0_file.rename(rank_0_file.with_name("other"))
+    third.rename(rank_0_file)
+    rank_0_file.with_name("other").rename(third)
 
 
 def _remove_part(tmpdir: str) -> None:
@@ -218,10 +220,10 @@ def _gather_during(tmpdir: str, ruin: Path) -> list[Any]:
         (_swap, (tmpdir,)),
         (_remove_part, (tmpdir,)),
     ):
-        own = _DuringPickling(work, *args) if rank == 1 else ("x" * 50, rank)
-        outcomes.append(outcome(all_gather_object_cpu, own, tmpdir))
-    own = _DuringPickling(_look_at_modes, tmpdir) if rank == 1 else rank
-    return [*outcomes, all_gather_object_cpu(own, tmpdir)]
+        sent = _DuringPickling(work, *args) if rank == 1 else ("x" * 50, rank)
+        outcomes.append(outcome(all_gather_object_cpu, sent, tmpdir))
+    sent = _DuringPickling(_look_at_modes, tmpdir) if rank == 1 else rank
+    return [*outcomes, all_gather_object_cpu(sent, tmpdir)]
 
 
 def test_parts_that_their_ranks_have_not_written_are_refused(tmp_path: Path) -> None:
@@ -255,9 +257,9 @@ class _DiesOnLoading:
 
 def _lose_a_rank(tmpdir: str, when: str, everywhere: bool) -> None:
     rank = dist.get_rank()
-    own: Any = rank
+    sent: Any = rank
     if rank == 1 and when == "writing":
-        own = _DuringPickling(_die_after_all_parts, tmpdir)
+        sent = _DuringPickling(_die_after_all_parts, tmpdir)
     if when == "entering":
         # Wait until the other rank has connected.
         connected = Path(f"{tmpdir}_connected")
@@ -268,8 +270,8 @@ def _lose_a_rank(tmpdir: str, when: str, everywhere: bool) -> None:
                 _die()
             time.sleep(0.002)
     if rank == 1 and when == "reading":
-        own = _DiesOnLoading()
-    name, text = outcome(all_gather_object_cpu, own, tmpdir, not everywhere)
+        sent = _DiesOnLoading()
+    name, text = outcome(all_gather_object_cpu, sent, tmpdir, not everywhere)
     raise RuntimeError(f"{name}: {text}")
 
 
@@ -307,10 +309,10 @@ def test_directories_without_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (tmp_path / folder).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "system"))
     monkeypatch.chdir(tmp_path / "current")
-    made = [create_tmpdir(0), create_tmpdir(0), create_tmpdir(0, use_system_tmp=False)]
-    assert len(set(made)) == 3
-    assert [Path(path).parent.name for path in made] == ["system", "system", "current"]
-    assert {stat.S_IMODE(os.stat(path).st_mode) for path in made} == {0o700}
+    folders = [create_tmpdir(0), create_tmpdir(0), create_tmpdir(0, use_system_tmp=False)]
+    assert len(set(folders)) == 3
+    assert [Path(path).parent.name for path in folders] == ["system", "system", "current"]
+    assert {stat.S_IMODE(os.stat(path).st_mode) for path in folders} == {0o700}
     for rank in (0, 3):
         assert create_tmpdir(rank, str(tmp_path / "a" / "b")) == str(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
@@ -325,21 +327,21 @@ def _make_directories(base: str) -> tuple[list[str], tuple[str, str]]:
     rank = dist.get_rank()
     tempfile.tempdir = base if rank == 0 else "/nowhere"
     # The group's rank takes precedence over the given one.
-    made = [create_tmpdir(rank), create_tmpdir(7), create_tmpdir(rank, f"{base}/own_{rank}")]
+    folders = [create_tmpdir(rank), create_tmpdir(7), create_tmpdir(rank, f"{base}/own_{rank}")]
     tempfile.tempdir = f"{base}/missing" if rank == 0 else base
     refused = outcome(create_tmpdir, rank)
     tempfile.tempdir = None
-    return made, refused
+    return folders, refused
 
 
 def test_directories_in_a_group(tmp_path: Path) -> None:
-    first, second = run_ranks(_make_directories, 2, str(tmp_path))
-    assert first[0][:2] == second[0][:2]
-    assert len(set(first[0])) == 3
-    assert {Path(path).parent for path in first[0]} == {tmp_path}
-    assert (first[0][2], second[0][2]) == (f"{tmp_path}/own_0", f"{tmp_path}/own_1")
+    rank_0, second = run_ranks(_make_directories, 2, str(tmp_path))
+    assert rank_0[0][:2] == second[0][:2]
+    assert len(set(rank_0[0])) == 3
+    assert {Path(path).parent for path in rank_0[0]} == {tmp_path}
+    assert (rank_0[0][2], second[0][2]) == (f"{tmp_path}/own_0", f"{tmp_path}/own_1")
     assert len(_files(tmp_path)) == 4
-    assert first[1][0] == second[1][0] == "FileNotFoundError"
+    assert rank_0[1][0] == second[1][0] == "FileNotFoundError"
     assert "on rank 0" in second[1][1]
 
 

@@ -36,11 +36,11 @@ pytestmark = pytest.mark.gpu
 def _call_every_helper() -> dict[str, Any]:
     """Call every helper with CUDA tensors; return the results as numbers, and their devices."""
     rank = dist.get_rank()
-    own = torch.full((3,), float(rank + 1), device="cuda")
-    reduced = own.clone()
+    tensor = torch.full((3,), float(rank + 1), device="cuda")
+    reduced = tensor.clone()
     all_reduce(reduced, "sum")
     synchronize()
-    sent = {"t": own, "large": own.repeat(500_000), "p": torch.nn.Parameter(own.clone())}
+    sent = {"t": tensor, "large": tensor.repeat(500_000), "p": torch.nn.Parameter(tensor.clone())}
     received = [
         *all_gather_object(sent),
         *(gather_object(sent) or []),
@@ -52,16 +52,25 @@ def _call_every_helper() -> dict[str, Any]:
         tensor2obj(obj2tensor(sent)),
         tensor2obj(serialize_to_tensor(sent)),
     ]
-    counts, padded = pad_to_largest_tensor(own[: rank + 1])
-    sums = all_reduce_dict({"a": own, "b": own.long(), "c": own.cpu()})
+    counts, padded = pad_to_largest_tensor(tensor[: rank + 1])
+    sums = all_reduce_dict({"a": tensor, "b": tensor.long(), "c": tensor.cpu()})
     return {
-        "devices": sorted({str(part["t"].device) for part in received if part is not sent}),
+        "devices": sorted(
+            {
+                str(received_value["t"].device)
+                for received_value in received
+                if received_value is not sent
+            }
+        ),
         "sum": (reduced.tolist(), str(reduced.device)),
-        "mean": (reduce_mean(own).tolist(), reduce_mean(own).is_cuda),
+        "mean": (reduce_mean(tensor).tolist(), reduce_mean(tensor).is_cuda),
         "dict": {key: (value.tolist(), value.device.type) for key, value in sums.items()},
-        "scalars": mean_scalars({"a": own[0], "b": own[1].cpu(), "c": 1.0}),
-        "gathered": [(part.tolist(), part.is_cuda) for part in all_gather(own * 1j)],
-        "on_0": [part.tolist() for part in gather(own.bool())],
+        "scalars": mean_scalars({"a": tensor[0], "b": tensor[1].cpu(), "c": 1.0}),
+        "gathered": [
+            (received_value.tolist(), received_value.is_cuda)
+            for received_value in all_gather(tensor * 1j)
+        ],
+        "on_0": [received_value.tolist() for received_value in gather(tensor.bool())],
         "padded": (counts, padded.is_cuda),
     }
 

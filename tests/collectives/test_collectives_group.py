@@ -15,19 +15,19 @@ from stepwrap.collectives import CollectiveGroup
 
 def _every_call(group: CollectiveGroup) -> dict[str, tuple[str, str]]:
     """Return the outcome of each call of the group."""
-    one, two = torch.ones(1), [torch.ones(1), torch.ones(1)]
+    tensor, two = torch.ones(1), [torch.ones(1), torch.ones(1)]
     arguments: dict[str, tuple[Any, ...]] = {
-        **dict.fromkeys(("send", "isend", "broadcast", "reduce"), (one, 1)),
-        **dict.fromkeys(("recv", "irecv", "all_reduce", "gather", "scatter"), (one,)),
-        "all_gather": (two, one),
-        "reduce_scatter": (one, two),
+        **dict.fromkeys(("send", "isend", "broadcast", "reduce"), (tensor, 1)),
+        **dict.fromkeys(("recv", "irecv", "all_reduce", "gather", "scatter"), (tensor,)),
+        "all_gather": (two, tensor),
+        "reduce_scatter": (tensor, two),
         "all_to_all": (two, two),
         "barrier": (),
         "monitored_barrier": (1,),
         "broadcast_multigpu": (two, 1),
         "all_reduce_multigpu": (two,),
         "reduce_multigpu": (two, 1),
-        "all_gather_multigpu": ([two], [one]),
+        "all_gather_multigpu": ([two], [tensor]),
         "broadcast_object": (1, 1),
         "all_gather_object": (1,),
         "gather_object": (1,),
@@ -35,7 +35,9 @@ def _every_call(group: CollectiveGroup) -> dict[str, tuple[str, str]]:
     }
     calls = {name for name in vars(CollectiveGroup) if not name.startswith("_")}
     assert set(arguments) == calls - {"create", "size", "destroy"}
-    return {name: outcome(getattr(group, name), *given) for name, given in arguments.items()}
+    return {
+        name: outcome(getattr(group, name), *call_args) for name, call_args in arguments.items()
+    }
 
 
 def _live_and_die() -> tuple[Any, ...]:
@@ -52,9 +54,9 @@ def _live_and_die() -> tuple[Any, ...]:
 
 def test_members_are_numbered_and_others_are_refused() -> None:
     for rank, (before, endings, afterwards) in enumerate(run_ranks(_live_and_die, 4)):
-        place = {1: 0, 3: 1}.get(rank)
-        is_member = place is not None
-        assert before == (place, 2 if is_member else -1, False, is_member)
+        group_rank = {1: 0, 3: 1}.get(rank)
+        is_member = group_rank is not None
+        assert before == (group_rank, 2 if is_member else -1, False, is_member)
         for kind, text in endings.values():
             assert kind == "RuntimeError"
             assert "must be a member of the group" in text
@@ -66,10 +68,10 @@ def test_members_are_numbered_and_others_are_refused() -> None:
 @on_ranks(3)
 def test_groups_of_torch_are_taken() -> None:
     world = CollectiveGroup(None, dist.get_rank())
-    part = dist.new_group([1, 2])
-    place = None if dist.get_rank() == 0 else dist.get_rank() - 1
-    own = CollectiveGroup(part, place)
-    assert (world.size(), own.size()) == (3, -1 if place is None else 2)
+    torch_group = dist.new_group([1, 2])
+    group_rank = None if dist.get_rank() == 0 else dist.get_rank() - 1
+    wrapped = CollectiveGroup(torch_group, group_rank)
+    assert (world.size(), wrapped.size()) == (3, -1 if group_rank is None else 2)
     kind, text = outcome(CollectiveGroup, None, dist.get_rank() + 1)
     assert kind == "ValueError"
     assert f"rank in the group, {dist.get_rank()}, got {dist.get_rank() + 1}" in text
@@ -78,7 +80,7 @@ def test_groups_of_torch_are_taken() -> None:
     # `destroy` must not end the default group, which the object did not create.
     dist.all_reduce(value)
     assert value.item() == 3
-    own.destroy()
+    wrapped.destroy()
 
 
 @on_ranks(2)
@@ -132,9 +134,9 @@ def _create_wrongly() -> list[tuple[str, str]]:
 
 
 def test_ranks_must_create_the_same_group() -> None:
-    first, second = run_ranks(_create_wrongly, 2)
-    assert first == second
-    assert_outcomes(first, [tuple(mistake[2:]) for mistake in MISTAKES])
+    rank_0, second = run_ranks(_create_wrongly, 2)
+    assert rank_0 == second
+    assert_outcomes(rank_0, [tuple(mistake[2:]) for mistake in MISTAKES])
 
 
 @pytest.mark.parametrize("backend", [None, "gloo"])

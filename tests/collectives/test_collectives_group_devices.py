@@ -42,7 +42,7 @@ def _total(op: str, lists: dict[int, list[torch.Tensor]]) -> torch.Tensor:
 
 
 def _reduce_lists(group: CollectiveGroup, ranks: list[int], lengths: list[int]) -> None:
-    rank, last = dist.get_rank(), ranks[-1]
+    rank, last_rank = dist.get_rank(), ranks[-1]
     for dtype in DTYPES:
         for op in OPS:
             has_no_order = dtype in COMPLEX and op not in ("sum", "product")
@@ -52,36 +52,36 @@ def _reduce_lists(group: CollectiveGroup, ranks: list[int], lengths: list[int]) 
                 continue
             lists = _lists(ranks, lengths, dtype)
             total, mine = _total(op, lists), lists[rank]
-            own = [tensor.clone() for tensor in mine]
+            copies = [tensor.clone() for tensor in mine]
             for _ in now_and_later(
                 lambda later, mine=mine, op=op: group.all_reduce_multigpu(mine, op, later)
             ):
-                for tensor, before in zip(mine, own, strict=True):
+                for tensor, before in zip(mine, copies, strict=True):
                     assert_same(tensor, total)
                     tensor.copy_(before)
             chosen = lengths[len(ranks) - 1] - 1
             for _ in now_and_later(
                 lambda later, mine=mine, op=op, at=chosen: group.reduce_multigpu(
-                    mine, last, op, later, at
+                    mine, last_rank, op, later, at
                 )
             ):
-                for index, (tensor, before) in enumerate(zip(mine, own, strict=True)):
-                    is_target = rank == last and index == chosen
+                for index, (tensor, before) in enumerate(zip(mine, copies, strict=True)):
+                    is_target = rank == last_rank and index == chosen
                     assert_same(tensor, total if is_target else before)
                     tensor.copy_(before)
 
 
 def _spread_lists(group: CollectiveGroup, ranks: list[int], lengths: list[int]) -> None:
-    rank, last = dist.get_rank(), ranks[-1]
+    rank, last_rank = dist.get_rank(), ranks[-1]
     for dtype in DTYPES:
         mine = _lists(ranks, lengths, dtype)[rank]
         lists = _lists(ranks, lengths, dtype)
         chosen = lengths[len(ranks) - 1] - 1
         for _ in now_and_later(
-            lambda later, mine=mine, at=chosen: group.broadcast_multigpu(mine, last, later, at)
+            lambda later, mine=mine, at=chosen: group.broadcast_multigpu(mine, last_rank, later, at)
         ):
             for index, tensor in enumerate(mine):
-                assert_same(tensor, lists[last][chosen])
+                assert_same(tensor, lists[last_rank][chosen])
                 tensor.copy_(lists[rank][index])
         gathered = [tensor for r in ranks for tensor in lists[r]]
         outputs = [[torch.zeros_like(tensor) for tensor in gathered] for _ in mine]
@@ -163,20 +163,20 @@ def _reduce_random() -> list[bytes]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     bits = []
     for op in ("sum", "product", "mean", "min"):
-        own = [torch.randn(999, generator=generator) for _ in range(dist.get_rank() + 1)]
+        tensors_here = [torch.randn(999, generator=generator) for _ in range(dist.get_rank() + 1)]
         # Repeated from copies, the order of the sums is the same.
-        again = [tensor.clone() for tensor in own]
-        for tensors in (own, again):
+        again = [tensor.clone() for tensor in tensors_here]
+        for tensors in (tensors_here, again):
             group.all_reduce_multigpu(tensors, op)
-        assert all(torch.equal(tensor, own[0]) for tensor in own + again)
-        bits.append(own[0].numpy().tobytes())
+        assert all(torch.equal(tensor, tensors_here[0]) for tensor in tensors_here + again)
+        bits.append(tensors_here[0].numpy().tobytes())
     group.destroy()
     return bits
 
 
 def test_all_tensors_of_all_ranks_have_the_same_bits() -> None:
-    first, *others = run_ranks(_reduce_random, 3)
-    assert others == [first, first]
+    rank_0, *other_ranks = run_ranks(_reduce_random, 3)
+    assert other_ranks == [rank_0, rank_0]
 
 
 @on_ranks(2)
@@ -184,11 +184,11 @@ def test_a_list_of_one_is_reduced_as_torch_does() -> None:
     group = CollectiveGroup.create()
     generator = torch.Generator().manual_seed(dist.get_rank())
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.complex64):
-        own = torch.randn(999, generator=generator, dtype=torch.float32).to(dtype)
-        plain = own.clone()
-        group.all_reduce_multigpu([own])
+        tensor = torch.randn(999, generator=generator, dtype=torch.float32).to(dtype)
+        plain = tensor.clone()
+        group.all_reduce_multigpu([tensor])
         dist.all_reduce(plain)
-        assert_same(own, plain)
+        assert_same(tensor, plain)
     group.destroy()
 
 
@@ -248,7 +248,9 @@ def _mistake_lists() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     group = CollectiveGroup.create()
     rank = dist.get_rank()
     alone = (
-        [] if rank else [outcome(getattr(group, call), *given) for call, given, _, _ in MISTAKES]
+        []
+        if rank
+        else [outcome(getattr(group, call), *call_args) for call, call_args, _, _ in MISTAKES]
     )
     inputs = [ONE] * (rank + 1)
     together = [
@@ -262,10 +264,10 @@ def _mistake_lists() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
 
 
 def test_mistakes_in_lists() -> None:
-    (alone, first), (_, second) = run_ranks(_mistake_lists, 2)
+    (alone, rank_0), (_, second) = run_ranks(_mistake_lists, 2)
     assert_outcomes(alone, [tuple(mistake[2:]) for mistake in MISTAKES])
-    assert first == second
-    assert first == [
+    assert rank_0 == second
+    assert rank_0 == [
         (
             "ValueError",
             "all_gather_multigpu() must get output lists of 3 tensors (1 of rank 0, 2 of rank 1), "

@@ -44,21 +44,23 @@ def _use_lists(group: CollectiveGroup) -> None:
 
 def _use_tensors(group: CollectiveGroup) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    own = torch.full((2, 3), float(rank), device="cuda").T
-    parts = [torch.zeros(3, 2, device="cuda") for _ in range(size)]
-    for _ in now_and_later(lambda later: group.all_gather(parts, own, later)):
-        assert [part[0, 0].item() for part in parts] == list(range(size))
-    for _ in now_and_later(lambda later: group.reduce_scatter(own, parts, "sum", later)):
-        assert_same(own, torch.full((2, 3), float(size * rank), device="cuda").T)
-    for _ in now_and_later(lambda later: group.all_to_all(parts, [own] * size, later)):
-        assert [part[0, 0].item() for part in parts] == [size * r for r in range(size)]
-    for _ in now_and_later(lambda later: group.broadcast(own, size - 1, later)):
-        assert (own == size * (size - 1)).all()
-    for _ in now_and_later(lambda later: group.reduce(own, 0, "max", later)):
-        assert (own == size * (size - 1)).all()
+    tensor = torch.full((2, 3), float(rank), device="cuda").T
+    outputs = [torch.zeros(3, 2, device="cuda") for _ in range(size)]
+    for _ in now_and_later(lambda later: group.all_gather(outputs, tensor, later)):
+        assert [rank_tensor[0, 0].item() for rank_tensor in outputs] == list(range(size))
+    for _ in now_and_later(lambda later: group.reduce_scatter(tensor, outputs, "sum", later)):
+        assert_same(tensor, torch.full((2, 3), float(size * rank), device="cuda").T)
+    for _ in now_and_later(lambda later: group.all_to_all(outputs, [tensor] * size, later)):
+        assert [rank_tensor[0, 0].item() for rank_tensor in outputs] == [
+            size * r for r in range(size)
+        ]
+    for _ in now_and_later(lambda later: group.broadcast(tensor, size - 1, later)):
+        assert (tensor == size * (size - 1)).all()
+    for _ in now_and_later(lambda later: group.reduce(tensor, 0, "max", later)):
+        assert (tensor == size * (size - 1)).all()
     group.barrier()
     if size > 1:
-        handle = group.isend(own, 1 - rank)
+        handle = group.isend(tensor, 1 - rank)
         received = torch.empty(3, 2, device="cuda")
         assert group.recv(received, 1 - rank) == 1 - rank
         handle.wait()

@@ -20,21 +20,21 @@ def test_every_dtype_is_sent_in_a_part_of_the_ranks() -> None:
         return
     rank = dist.get_rank()
     for dtype in DTYPES:
-        sent, place = values_of(7, dtype), values_of(0, dtype)
+        sent, target = values_of(7, dtype), values_of(0, dtype)
         if rank == 1:
             group.send(sent, 3)
             group.isend(sent, 3, tag=5).wait()
             continue
         # The tensors are not contiguous. The sender is given or any; its global rank is returned.
         for src, tag, later in ((1, 0, False), (None, 5, True)):
-            place = values_of(0, dtype)
+            target = values_of(0, dtype)
             if later:
-                handle = group.irecv(place, src, tag)
+                handle = group.irecv(target, src, tag)
                 assert (handle.wait(), handle.wait()) == (1, 1)
                 assert handle.is_completed()
             else:
-                assert group.recv(place, src, tag) == 1
-            assert_same(place, sent)
+                assert group.recv(target, src, tag) == 1
+            assert_same(target, sent)
     group.destroy()
 
 
@@ -51,9 +51,9 @@ def _receive_from_any() -> list[int]:
     senders = []
     for tag, factor in ((1, 10), (2, 1)):
         for later in (False, True):
-            place = torch.zeros(1, dtype=torch.int64)
-            sender = group.irecv(place, tag=tag).wait() if later else group.recv(place, tag=tag)
-            assert place.item() == factor * sender
+            target = torch.zeros(1, dtype=torch.int64)
+            sender = group.irecv(target, tag=tag).wait() if later else group.recv(target, tag=tag)
+            assert target.item() == factor * sender
             senders.append(sender)
         assert sorted(senders[-2:]) == [1, 2]
     group.destroy()
@@ -69,13 +69,13 @@ def test_complex_views_and_parameters_are_received() -> None:
     group = CollectiveGroup.create()
     other = 1 - dist.get_rank()
     number = torch.tensor([complex(1, 2), complex(3, 4)])
-    place = torch.zeros(2, dtype=torch.complex64)
+    buffer = torch.zeros(2, dtype=torch.complex64)
     weight = torch.zeros(2, dtype=torch.complex64, requires_grad=True)
-    for target in (place.conj(), weight):
+    for target in (buffer.conj(), weight):
         work = group.isend(number.conj(), other)
         assert group.irecv(target, other).wait() == other
         work.wait()
-    assert place.tolist() == [1 + 2j, 3 + 4j]
+    assert buffer.tolist() == [1 + 2j, 3 + 4j]
     assert weight.tolist() == [1 - 2j, 3 - 4j]
     group.destroy()
 
@@ -97,7 +97,7 @@ def _mistake_messages() -> list[tuple[str, str]]:
     alone, is_member = members_of([0])
     endings = []
     if is_member:
-        endings = [outcome(getattr(group, name), *given) for name, given, _, _ in MISTAKES]
+        endings = [outcome(getattr(group, name), *call_args) for name, call_args, _, _ in MISTAKES]
         endings.append(outcome(alone.recv, torch.ones(1)))
     # No message was sent.
     group.barrier()
@@ -105,11 +105,14 @@ def _mistake_messages() -> list[tuple[str, str]]:
 
 
 def test_mistakes_are_found_before_anything_is_sent() -> None:
-    *endings, last = run_ranks(_mistake_messages, 2)[0]
-    for (kind, text), (_, _, expected, part) in zip(endings, MISTAKES, strict=True):
+    *endings, last_ending = run_ranks(_mistake_messages, 2)[0]
+    for (kind, text), (_, _, expected, phrase) in zip(endings, MISTAKES, strict=True):
         assert kind == expected
-        assert part in text
-    assert last == ("ValueError", "a message needs another member, but the group has only rank 0")
+        assert phrase in text
+    assert last_ending == (
+        "ValueError",
+        "a message needs another member, but the group has only rank 0",
+    )
 
 
 def _wait_in_vain(later: bool) -> str:
@@ -149,7 +152,7 @@ def _trace_messages() -> list[str]:
         else:
             time.sleep(0.2)
         records = recent_collectives()
-        return [f"{one.name}: {one.structure} {one.state}" for one in records]
+        return [f"{record.name}: {record.structure} {record.state}" for record in records]
     finally:
         trace_collectives(False)
 

@@ -87,7 +87,7 @@ def _mistake_alone() -> list[tuple[str, str]]:
     group, is_member = members_of([1, 3])
     endings = []
     if dist.get_rank() == 1:
-        endings = [outcome(getattr(group, call), *given) for call, given, _, _ in MISTAKES]
+        endings = [outcome(getattr(group, call), *call_args) for call, call_args, _, _ in MISTAKES]
     if is_member:
         # No message was sent.
         group.barrier()
@@ -136,16 +136,16 @@ def _run_traced(scenario: Callable[[], Any]) -> Any:
 
 def _call_everything() -> list[str]:
     group = CollectiveGroup.create()
-    one, two = torch.ones(1), [torch.ones(1), torch.ones(1)]
-    group.all_reduce(one, async_op=True).wait()  # type: ignore[union-attr]
-    group.all_gather_multigpu([two], [one])
-    group.reduce_scatter(one, two)
+    tensor, two = torch.ones(1), [torch.ones(1), torch.ones(1)]
+    group.all_reduce(tensor, async_op=True).wait()  # type: ignore[union-attr]
+    group.all_gather_multigpu([two], [tensor])
+    group.reduce_scatter(tensor, two)
     group.monitored_barrier(5)
     group.broadcast_object(1, 0)
     group.scatter_object([1, 2] if dist.get_rank() == 0 else None)
     group.destroy()
     # The list is limited, and earlier tests on these ranks may have filled it.
-    return [f"{one.name} {one.state}" for one in recent_collectives()[-7:]]
+    return [f"{record.name} {record.state}" for record in recent_collectives()[-7:]]
 
 
 def test_calls_are_recorded_while_tracing() -> None:
@@ -166,9 +166,9 @@ def _miss_rank_2() -> list[str]:
     for is_reduction in (True, False):
         group = CollectiveGroup.create(timeout_s=1)
         if dist.get_rank() != 2:
-            one = torch.ones(1)
+            tensor = torch.ones(1)
             if is_reduction:
-                handle = group.all_reduce(one, async_op=True)
+                handle = group.all_reduce(tensor, async_op=True)
                 assert handle is not None
                 kind, text = outcome(handle.wait)
             else:
@@ -180,10 +180,10 @@ def _miss_rank_2() -> list[str]:
 
 
 def test_timeouts_name_missing_ranks() -> None:
-    first, second, last = run_ranks(_miss_rank_2, 3)
-    assert last == []
+    rank_0, second, rank_2 = run_ranks(_miss_rank_2, 3)
+    assert rank_2 == []
     names = ("group.all_reduce.wait", "group.monitored_barrier")
-    for texts in (first, second):
+    for texts in (rank_0, second):
         for text, name in zip(texts, names, strict=True):
             assert text.startswith(f"{name}() must be reached by all 3 ranks")
             assert f"in {name} ({HERE}:" in text

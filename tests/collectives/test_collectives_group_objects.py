@@ -29,18 +29,18 @@ def _exchange_objects(ranks: list[int]) -> None:
     group, is_member = members_of(ranks)
     if not is_member:
         return
-    rank, last = dist.get_rank(), ranks[-1]
-    assert group.broadcast_object({"rank": rank}, last) == {"rank": last}
+    rank, last_rank = dist.get_rank(), ranks[-1]
+    assert group.broadcast_object({"rank": rank}, last_rank) == {"rank": last_rank}
     assert group.all_gather_object(rank) == ranks
-    assert group.gather_object(rank, last) == (ranks if rank == last else None)
+    assert group.gather_object(rank, last_rank) == (ranks if rank == last_rank else None)
     for size in (1, 400_000):
         objs = [{"rank": r, "values": torch.full((size,), float(r))} for r in ranks]
-        own = group.scatter_object(objs if rank == last else None, last)
-        assert own["rank"] == rank
-        assert torch.equal(own["values"], torch.full((size,), float(rank)))
+        received = group.scatter_object(objs if rank == last_rank else None, last_rank)
+        assert received["rank"] == rank
+        assert torch.equal(received["values"], torch.full((size,), float(rank)))
         # The source gets its own object, other ranks get a copy.
-        own["values"].add_(1)
-        assert (own is objs[-1]) == (rank == last)
+        received["values"].add_(1)
+        assert (received is objs[-1]) == (rank == last_rank)
     group.destroy()
 
 
@@ -63,14 +63,14 @@ def _fail_to_scatter() -> list[tuple[str, str]]:
 
 
 def test_objects_that_cannot_be_scattered_raise_on_all_ranks() -> None:
-    first, second = run_ranks(_fail_to_scatter, 2)
-    parts = [
+    rank_0, second = run_ranks(_fail_to_scatter, 2)
+    phrases = [
         "rank 1 cannot scatter its objects: ValueError: objs must have 2 objects, one for each of "
         "the ranks [0, 1], got 1",
         "rank 1 cannot scatter its objects: TypeError: objs must be a list on rank 1, got NoneType",
         "rank 1 cannot scatter its objects: RuntimeError: not me",
         "rank 0 cannot unpickle what it received: ImportError: not here",
     ]
-    assert first == second
-    assert_outcomes(first[:-1], [("CollectiveError", part) for part in parts])
-    assert first[-1] == ("ValueError", "src must be a rank of the group [0, 1], got 2")
+    assert rank_0 == second
+    assert_outcomes(rank_0[:-1], [("CollectiveError", phrase) for phrase in phrases])
+    assert rank_0[-1] == ("ValueError", "src must be a rank of the group [0, 1], got 2")

@@ -17,33 +17,33 @@ DTYPES_AND_LARGER = [(dtype, 1) for dtype in DTYPES] + [(torch.complex64, 9000)]
 
 def _move(group: CollectiveGroup, ranks: list[int], dtype: torch.dtype, repeats: int) -> None:
     """Check the collectives that only move values, with tensors that are not contiguous."""
-    rank, place, last = dist.get_rank(), ranks.index(dist.get_rank()), ranks[-1]
+    rank, position, last_rank = dist.get_rank(), ranks.index(dist.get_rank()), ranks[-1]
     mine = [values_of(r, dtype, repeats) for r in ranks]
-    tensor = mine[place]
-    for _ in now_and_later(lambda later: group.broadcast(tensor, last, later)):
+    tensor = mine[position]
+    for _ in now_and_later(lambda later: group.broadcast(tensor, last_rank, later)):
         assert_same(tensor, mine[-1])
-        tensor.copy_(mine[place] if rank == last else values_of(rank, dtype, repeats))
-    own = values_of(rank, dtype, repeats)
-    parts = [torch.zeros_like(own) for _ in ranks]
-    for _ in now_and_later(lambda later: group.all_gather(parts, own, later)):
-        for r, part in zip(ranks, parts, strict=True):
-            assert_same(part, values_of(r, dtype, repeats))
-            part.zero_()
-    gathered = parts if rank == last else None
-    for _ in now_and_later(lambda later: group.gather(own, gathered, last, later)):
-        for r, part in zip(ranks, gathered or [], strict=rank == last):
-            assert_same(part, values_of(r, dtype, repeats))
-            part.zero_()
-    dealt = [values_of(10 + r, dtype, repeats) for r in ranks] if rank == last else None
-    target = torch.zeros_like(own)
-    for _ in now_and_later(lambda later: group.scatter(target, dealt, last, later)):
+        tensor.copy_(mine[position] if rank == last_rank else values_of(rank, dtype, repeats))
+    tensor_sent = values_of(rank, dtype, repeats)
+    received = [torch.zeros_like(tensor_sent) for _ in ranks]
+    for _ in now_and_later(lambda later: group.all_gather(received, tensor_sent, later)):
+        for r, rank_tensor in zip(ranks, received, strict=True):
+            assert_same(rank_tensor, values_of(r, dtype, repeats))
+            rank_tensor.zero_()
+    gathered = received if rank == last_rank else None
+    for _ in now_and_later(lambda later: group.gather(tensor_sent, gathered, last_rank, later)):
+        for r, rank_tensor in zip(ranks, gathered or [], strict=rank == last_rank):
+            assert_same(rank_tensor, values_of(r, dtype, repeats))
+            rank_tensor.zero_()
+    dealt = [values_of(10 + r, dtype, repeats) for r in ranks] if rank == last_rank else None
+    target = torch.zeros_like(tensor_sent)
+    for _ in now_and_later(lambda later: group.scatter(target, dealt, last_rank, later)):
         assert_same(target, values_of(10 + rank, dtype, repeats))
         target.zero_()
     offers = [values_of(10 * rank + r, dtype, repeats) for r in ranks]
-    for _ in now_and_later(lambda later: group.all_to_all(parts, offers, later)):
-        for r, part in zip(ranks, parts, strict=True):
-            assert_same(part, values_of(10 * r + rank, dtype, repeats))
-            part.zero_()
+    for _ in now_and_later(lambda later: group.all_to_all(received, offers, later)):
+        for r, rank_tensor in zip(ranks, received, strict=True):
+            assert_same(rank_tensor, values_of(10 * r + rank, dtype, repeats))
+            rank_tensor.zero_()
 
 
 def _move_every_dtype(ranks: list[int]) -> None:
@@ -59,26 +59,28 @@ def test_values_move_in_every_dtype(ranks: list[int], world_size: int) -> None:
     run_ranks(_move_every_dtype, world_size, ranks)
 
 
-def _expected(op: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    if parts[0].dtype == torch.bool and op in ("sum", "product"):
+def _expected(op: str, by_rank: list[torch.Tensor]) -> torch.Tensor:
+    if by_rank[0].dtype == torch.bool and op in ("sum", "product"):
         op = {"sum": "bor", "product": "band"}[op]
-    return functools.reduce(OPS[op], parts)
+    return functools.reduce(OPS[op], by_rank)
 
 
 def _reduce(group: CollectiveGroup, ranks: list[int], dtype: torch.dtype, op: Any) -> None:
-    rank, last, name = dist.get_rank(), ranks[-1], _name(op)
-    own, total = values_of(rank, dtype), _expected(name, [values_of(r, dtype) for r in ranks])
-    tensor = own.clone()
+    rank, last_rank, name = dist.get_rank(), ranks[-1], _name(op)
+    original, total = values_of(rank, dtype), _expected(name, [values_of(r, dtype) for r in ranks])
+    tensor = original.clone()
     for _ in now_and_later(lambda later: group.all_reduce(tensor, op, later)):
         assert_same(tensor, total)
-        tensor.copy_(own)
-    for kept in (own.clone(), own.contiguous()):
-        for _ in now_and_later(lambda later, kept=kept: group.reduce(kept, last, op, later)):
+        tensor.copy_(original)
+    for result in (original.clone(), original.contiguous()):
+        for _ in now_and_later(
+            lambda later, result=result: group.reduce(result, last_rank, op, later)
+        ):
             # The other ranks' tensors are unchanged.
-            assert_same(kept, total if rank == last else own)
-            kept.copy_(own)
+            assert_same(result, total if rank == last_rank else original)
+            result.copy_(original)
     offers = [values_of(rank + r, dtype) for r in ranks]
-    reduced = torch.zeros_like(own)
+    reduced = torch.zeros_like(original)
     for _ in now_and_later(lambda later: group.reduce_scatter(reduced, offers, op, later)):
         assert_same(reduced, _expected(name, [values_of(rank + r, dtype) for r in ranks]))
         reduced.zero_()
@@ -113,18 +115,18 @@ def test_means() -> None:
     for op in (dist.ReduceOp.AVG, dist.ReduceOp(dist.ReduceOp.AVG), "mean"):
         for values, dtype in (([1.0, 2.5], torch.float64), ([1 + 2j, 4], torch.complex64)):
             tensor = torch.tensor(values, dtype=dtype) * (rank + 1)
-            own = tensor.clone()
+            output = tensor.clone()
             group.all_reduce(tensor, op)
             assert_same(tensor, torch.tensor(values, dtype=dtype) * 2)
-            group.reduce_scatter(own, [own.clone()] * 3, op)
-            assert_same(own, tensor)
+            group.reduce_scatter(output, [output.clone()] * 3, op)
+            assert_same(output, tensor)
     # The sum overflows in float16. Integers are rounded, ties to the even neighbour.
     half = torch.full((2,), 60000.0, dtype=torch.float16)
     group.all_reduce(half, "mean")
     assert half.tolist() == [60000.0] * 2
-    whole = torch.tensor([rank, 3 * rank + 1, 5])
-    group.all_reduce(whole, "mean")
-    assert whole.tolist() == [1, 4, 5]
+    integers = torch.tensor([rank, 3 * rank + 1, 5])
+    group.all_reduce(integers, "mean")
+    assert integers.tolist() == [1, 4, 5]
     group.destroy()
 
 
@@ -161,15 +163,15 @@ def test_shapes_may_differ_where_each_rank_knows_them() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     # Rank 0 sends empty tensors.
     for scale in (1, 200_000):
-        parts = [torch.zeros(scale * r) for r in range(size)]
+        received = [torch.zeros(scale * r) for r in range(size)]
         for _ in now_and_later(
-            lambda later, parts=parts, scale=scale: group.all_gather(
-                parts, torch.full((scale * rank,), float(rank)), later
+            lambda later, received=received, scale=scale: group.all_gather(
+                received, torch.full((scale * rank,), float(rank)), later
             )
         ):
-            for r, part in enumerate(parts):
-                assert_same(part, torch.full((scale * r,), float(r)))
-                part.zero_()
+            for r, rank_tensor in enumerate(received):
+                assert_same(rank_tensor, torch.full((scale * r,), float(r)))
+                rank_tensor.zero_()
     offers = [torch.full((rank, r), 10 * rank + r) for r in range(size)]
     outputs = [torch.zeros(r, rank, dtype=torch.int64) for r in range(size)]
     for _ in now_and_later(lambda later: group.all_to_all(outputs, offers, later)):
@@ -203,9 +205,9 @@ def test_views_and_parameters() -> None:
     assert weight.requires_grad
     assert weight.grad is None
     # Source tensors may be expanded.
-    parts = [torch.zeros(3), torch.zeros(3)]
-    group.all_gather(parts, torch.tensor(float(rank)).expand(3))
-    assert torch.stack(parts).tolist() == [[0] * 3, [1] * 3]
+    received = [torch.zeros(3), torch.zeros(3)]
+    group.all_gather(received, torch.tensor(float(rank)).expand(3))
+    assert torch.stack(received).tolist() == [[0] * 3, [1] * 3]
     group.destroy()
 
 

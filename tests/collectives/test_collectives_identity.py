@@ -128,8 +128,8 @@ def test_the_group_wins_while_it_lives(tmp_path: Path) -> None:
     """Before and after it the environment sets the rank, and collectives have one rank."""
     for rank, facts in enumerate(run_ranks(_against_the_environment, 2, str(tmp_path))):
         assert facts[:4] == [3, 4, ["own"], float(rank)]
-        assert [one[0] for one in facts[4:7]] == [[rank, 2, True, 2, [0, 1]]] * 3
-        assert [one[1:5] for one in facts[4:7]] == [[[[0, 1]] * 4, 1, [1.5, 3.0], [3.0, 3.0]]] * 3
+        assert [fact[0] for fact in facts[4:7]] == [[rank, 2, True, 2, [0, 1]]] * 3
+        assert [fact[1:5] for fact in facts[4:7]] == [[[[0, 1]] * 4, 1, [1.5, 3.0], [3.0, 3.0]]] * 3
         assert facts[7:] == [3, 4]
 
 
@@ -151,7 +151,7 @@ def _in_subgroup() -> list[Any]:
     return [
         [get_rank(group), get_world_size(group), live_world_size(group), members(group)],
         str(comm_device(group)),
-        [place_in_group(one, group) for one in members(group)],
+        [place_in_group(member, group) for member in members(group)],
         outcome(place_in_group, 0, group, "dst"),
         broadcast(rank, 3, group),
         all_gather_object_cpu(rank, None, False, group=group),
@@ -162,19 +162,19 @@ def _in_subgroup() -> list[Any]:
 
 def test_a_subgroup_counts_global_ranks() -> None:
     """A process outside it gets an error at once."""
-    outside, first, outside_too, second = run_ranks(_in_subgroup, 4)
-    order = first[0][3]
+    outside, rank_1, outside_too, second = run_ranks(_in_subgroup, 4)
+    order = rank_1[0][3]
     assert sorted(order) == [1, 3]
-    for rank, facts in ((1, first), (3, second)):
-        place = order.index(rank)
+    for rank, facts in ((1, rank_1), (3, second)):
+        position = order.index(rank)
         assert facts == [
-            [place, 2, 2, order],
+            [position, 2, 2, order],
             "cpu",
             [0, 1],
             ("ValueError", f"dst must be a rank of the group {order}, got 0"),
             3,
             order,
-            order if place == 0 else None,
+            order if position == 0 else None,
             [rank, 4],
         ]
     for rank, facts in ((0, outside), (2, outside_too)):

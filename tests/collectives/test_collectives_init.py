@@ -79,14 +79,14 @@ def _use_group() -> tuple[int | None, dict[str, tuple[str, str]]]:
     assert (get_local_size(), get_local_rank()) == ((3, rank) if rank < 3 else (1, 0))
     assert get_dist_info(group) == (rank % 3, 3 if rank < 3 else 1)
     assert is_main_process(group) == (rank in (0, 3))
-    some = dist.new_group([0, 2], backend="cpu:gloo")
+    subgroup = dist.new_group([0, 2], backend="cpu:gloo")
     if rank in (0, 2):
-        barrier(some, timeout_s=30)
-        assert get_backend(some) == "gloo"
+        barrier(subgroup, timeout_s=30)
+        assert get_backend(subgroup) == "gloo"
     else:
-        assert get_dist_info(some) == (-1, -1)
-        assert not is_main_process(some)
-        errors["backend"] = outcome(get_backend, some)
+        assert get_dist_info(subgroup) == (-1, -1)
+        assert not is_main_process(subgroup)
+        errors["backend"] = outcome(get_backend, subgroup)
     return _only_on_main(rank + 7), errors
 
 
@@ -289,14 +289,14 @@ def _start(launcher: str, environments: list[dict[str, str]], kwargs: dict[str, 
 
 def _launcher_variables(launcher: str, rank: int) -> dict[str, str]:
     port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    here = str(rank)
+    rank_text = str(rank)
     if launcher == "pytorch":
-        return {"RANK": here, "WORLD_SIZE": "2", "LOCAL_RANK": here, **port}
+        return {"RANK": rank_text, "WORLD_SIZE": "2", "LOCAL_RANK": rank_text, **port}
     if launcher == "mpi":
         names = ("RANK", "LOCAL_RANK"), ("SIZE", "LOCAL_SIZE")
-        own = {f"OMPI_COMM_WORLD_{name}": here for name in names[0]}
-        return own | {f"OMPI_COMM_WORLD_{name}": "2" for name in names[1]}
-    slurm = {"SLURM_PROCID": here, "SLURM_LOCALID": here, "SLURM_NTASKS": "2"}
+        mpi = {f"OMPI_COMM_WORLD_{name}": rank_text for name in names[0]}
+        return mpi | {f"OMPI_COMM_WORLD_{name}": "2" for name in names[1]}
+    slurm = {"SLURM_PROCID": rank_text, "SLURM_LOCALID": rank_text, "SLURM_NTASKS": "2"}
     return slurm | {"SLURM_JOB_NODELIST": "127.0.0.[1-1],other[02-03]", "SLURM_NODEID": "0"}
 
 

@@ -19,8 +19,8 @@ class _Items(BaseMetric):
 
     error: Exception | None = None
 
-    def add(self, items: Any) -> None:
-        self._results.extend(items)
+    def add(self, values: Any) -> None:
+        self._results.extend(values)
 
     def compute_metric(self, results: list[Any]) -> Any:
         if self.error is not None:
@@ -31,8 +31,8 @@ class _Items(BaseMetric):
 class PickyError(Exception):
     """An error that cannot be made from a text."""
 
-    def __init__(self, first: int, second: int) -> None:
-        super().__init__(f"{first} is not {second}")
+    def __init__(self, low: int, second: int) -> None:
+        super().__init__(f"{low} is not {second}")
 
 
 def test_one_process() -> None:
@@ -95,16 +95,16 @@ def test_four_ranks(backend: str) -> None:
 @on_ranks(2)
 def test_ranks_with_unequal_numbers_of_results() -> None:
     """None is a result like any other."""
-    own = [["a", None, "c"], ["d", "e"]][dist.get_rank()]
+    results = [["a", None, "c"], ["d", "e"]][dist.get_rank()]
     for mode, expected in (
         ("unzip", ["a", "d", None, "e", "c"]),
         ("cat", ["a", None, "c", "d", "e"]),
     ):
         metric = _Items(dist_collect_mode=mode)
-        metric.add(own)
+        metric.add(results)
         assert metric.compute() == expected
         metric.reset()
-        metric.add(own if dist.get_rank() else [])
+        metric.add(results if dist.get_rank() else [])
         assert metric.compute() == ["d", "e"]
 
 
@@ -164,9 +164,9 @@ def _score(backend: str) -> tuple[float, list[float]]:
             "seen": CatMetric(**metric_sync(backend)),
         }
     ).clone()
-    part = slice(0, 30) if rank == 0 else slice(30, 40)
-    metrics["accuracy"].update(logits[part], target[part])
-    metrics["seen"].update(target[part].float())
+    samples = slice(0, 30) if rank == 0 else slice(30, 40)
+    metrics["accuracy"].update(logits[samples], target[samples])
+    metrics["seen"].update(target[samples].float())
     results = metrics.compute()
     assert results["accuracy"] == (logits.argmax(1) == target).float().mean()
     assert results["seen"].tolist() == target.tolist()
@@ -177,9 +177,9 @@ def _score(backend: str) -> tuple[float, list[float]]:
 
 @pytest.mark.parametrize("backend", ["torch", "torch_cpu"])
 def test_torchmetrics_over_any_back_end(backend: str) -> None:
-    first, second = run_ranks(_score, 2, backend)
-    assert first == second
-    assert first[1][-1] == 101.0
+    rank_0, second = run_ranks(_score, 2, backend)
+    assert rank_0 == second
+    assert rank_0[1][-1] == 101.0
 
 
 def test_torchmetrics_in_one_process() -> None:

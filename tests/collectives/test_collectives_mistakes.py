@@ -43,8 +43,8 @@ class Unnamed:
 
 
 class Items(BaseMetric):
-    def add(self, item: int) -> None:
-        self._results.append(item)
+    def add(self, value: int) -> None:
+        self._results.append(value)
 
     def compute_metric(self, results: list[Any]) -> Any:
         return results
@@ -169,9 +169,9 @@ def _make_a_raw_mistake() -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_calls_without_a_first_message_end_at_the_timeout() -> None:
-    first, second = run_ranks(_make_a_raw_mistake, 2, group_timeout_s=1)
-    assert first[0] == "CollectiveError"
-    assert "rank 1 has not arrived" in first[1]
+    rank_0, second = run_ranks(_make_a_raw_mistake, 2, group_timeout_s=1)
+    assert rank_0[0] == "CollectiveError"
+    assert "rank 1 has not arrived" in rank_0[1]
     assert second == ("TypeError", "data must be a torch.Tensor, got float")
 
 

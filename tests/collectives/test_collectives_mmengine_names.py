@@ -21,6 +21,6 @@ def test_every_argument_of_mmengine_is_there_in_its_place() -> None:
         theirs = pytest.importorskip("mmengine.dist", reason="the extra mmengine is not installed")
     assert set(dist.__all__) == set(theirs.__all__)
     for name in theirs.__all__:
-        wanted = list(inspect.signature(getattr(theirs, name)).parameters)
-        found = list(inspect.signature(getattr(dist, name)).parameters)
-        assert found[: len(wanted)] == wanted, name
+        expected = list(inspect.signature(getattr(theirs, name)).parameters)
+        actual = list(inspect.signature(getattr(dist, name)).parameters)
+        assert actual[: len(expected)] == expected, name

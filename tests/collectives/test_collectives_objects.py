@@ -37,11 +37,11 @@ class _OnlyUnpicklesOn:
 @on_ranks(3)
 def test_broadcast(src: int, num_bytes: int) -> None:
     rank = dist.get_rank()
-    own: Any = {"rank": rank, "data": bytes(num_bytes), "t": torch.full((2,), float(rank))}
+    sent: Any = {"rank": rank, "data": bytes(num_bytes), "t": torch.full((2,), float(rank))}
     # The other ranks' argument is ignored, so it need not be picklable.
-    payload = own if rank == src else threading.Lock()
+    payload = sent if rank == src else threading.Lock()
     received: dict[str, Any] = broadcast(payload, src)
-    assert (received is own) == (rank == src)
+    assert (received is sent) == (rank == src)
     assert (received["rank"], len(received["data"])) == (src, num_bytes)
     assert received["t"].tolist() == [src, src]
 

@@ -34,16 +34,16 @@ def _params(rank: int) -> list[torch.Tensor]:
 def test_params_are_reduced_in_place(coalesce: bool, bucket_size_mb: float) -> None:
     rank = dist.get_rank()
     for op in ("sum", "mean", "product"):
-        own, first, second = _params(rank), _params(0), _params(1)
-        generator = (tensor for tensor in own)
+        params, rank_0, second = _params(rank), _params(0), _params(1)
+        generator = (tensor for tensor in params)
         all_reduce_params(generator, coalesce, bucket_size_mb, op)
-        for mine, one, two in zip(own, first, second, strict=True):
-            expected = one * two if op == "product" else one + two
+        for mine, rank_0_param, two in zip(params, rank_0, second, strict=True):
+            expected = rank_0_param * two if op == "product" else rank_0_param + two
             if op == "mean":
                 expected = expected / 2
             assert torch.equal(mine, expected.to(mine.dtype)), (op, mine)
-        assert own[0].requires_grad
-        assert own[0].grad is None
+        assert params[0].requires_grad
+        assert params[0].grad is None
 
 
 def _count_reductions() -> list[int]:
@@ -54,9 +54,9 @@ def _count_reductions() -> list[int]:
         sizes: list[int] = []
 
         def count(
-            tensor: torch.Tensor, *args: Any, seen: list[int] = sizes, **options: Any
+            tensor: torch.Tensor, *args: Any, num_bytes: list[int] = sizes, **options: Any
         ) -> object:
-            seen.append(tensor.nbytes)
+            num_bytes.append(tensor.nbytes)
             return reduce(tensor, *args, **options)
 
         dist.all_reduce = count
@@ -107,14 +107,14 @@ def test_differing_params_are_an_error_on_every_rank() -> None:
 def test_an_object_list_is_overwritten() -> None:
     rank = dist.get_rank()
     source = [1, {"a": torch.ones(2)}, None, "text"]
-    own: list[Any] = source if rank == 1 else [None] * 4
-    same = own
-    assert broadcast_object_list(own, src=1) is None  # type: ignore[func-returns-value]
-    assert same is own
-    assert own[0] == 1
-    assert own[1]["a"].tolist() == [1.0, 1.0]
-    assert own[2:] == [None, "text"]
-    assert (own[1] is source[1]) == (rank == 1)
+    received: list[Any] = source if rank == 1 else [None] * 4
+    same = received
+    assert broadcast_object_list(received, src=1) is None  # type: ignore[func-returns-value]
+    assert same is received
+    assert received[0] == 1
+    assert received[1]["a"].tolist() == [1.0, 1.0]
+    assert received[2:] == [None, "text"]
+    assert (received[1] is source[1]) == (rank == 1)
     nothing: list[object] = []
     broadcast_object_list(nothing)
     outcomes = [
@@ -137,20 +137,20 @@ def test_an_object_list_is_overwritten() -> None:
 def _use_subgroup() -> list[tuple[str, str]]:
     rank = dist.get_rank()
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    own, foreign = groups[rank % 2], groups[1 - rank % 2]
+    group, foreign = groups[rank % 2], groups[1 - rank % 2]
     partner = (rank + 2) % 4
     data: dict[str, Any] = {"a": torch.tensor(rank), "b": torch.tensor([float(rank)])}
-    all_reduce_dict(data, "sum", own)
+    all_reduce_dict(data, "sum", group)
     assert data["a"].item() == rank + partner
     param = torch.nn.Parameter(torch.tensor([float(rank)]))
-    all_reduce_params([param], op="max", group=own)
+    all_reduce_params([param], op="max", group=group)
     assert param.item() == max(rank, partner)
     objects: list[object] = [rank]
-    broadcast_object_list(objects, max(rank, partner), own)
+    broadcast_object_list(objects, max(rank, partner), group)
     assert objects == [max(rank, partner)]
     calls: list[Callable[..., Any]] = [
-        functools.partial(all_reduce_dict, {str(rank): torch.ones(1)}, "sum", own),
-        functools.partial(broadcast_object_list, [0] * (1 + rank), partner % 2 + 2, own),
+        functools.partial(all_reduce_dict, {str(rank): torch.ones(1)}, "sum", group),
+        functools.partial(broadcast_object_list, [0] * (1 + rank), partner % 2 + 2, group),
         functools.partial(all_reduce_dict, data, "sum", foreign),
         functools.partial(all_reduce_params, [param], group=foreign),
     ]

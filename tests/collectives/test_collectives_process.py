@@ -154,8 +154,8 @@ def _wait_for_late_rank() -> tuple[float, float]:
 
 
 def test_synchronize_waits_for_the_last_rank() -> None:
-    (_, left), (late, _) = run_ranks(_wait_for_late_rank, 2)
-    assert left >= late
+    (_, time_left), (late, _) = run_ranks(_wait_for_late_rank, 2)
+    assert time_left >= late
 
 
 def _miss_rank_1(path: str) -> str:

@@ -14,11 +14,11 @@ from stepwrap.collectives import all_reduce_dict, reduce_mean
 
 
 def _mean_of(values: list[float], dtype: torch.dtype) -> torch.Tensor:
-    own = torch.tensor(values, dtype=dtype) * (dist.get_rank() + 1)
-    own.requires_grad_(dtype.is_floating_point)
-    before = own.detach().clone()
-    mean = reduce_mean(own)
-    assert torch.equal(own, before)
+    tensor = torch.tensor(values, dtype=dtype) * (dist.get_rank() + 1)
+    tensor.requires_grad_(dtype.is_floating_point)
+    before = tensor.detach().clone()
+    mean = reduce_mean(tensor)
+    assert torch.equal(tensor, before)
     assert not mean.requires_grad
     return mean
 
@@ -62,8 +62,8 @@ def _reduce_rank_dict(reduce_op: str, to_float: bool) -> dict[str, torch.Tensor]
     entries |= {"x": 0.1 + rank, "flag": torch.tensor(rank == 0), "none": torch.empty(0, 3)}
     # The keys are inserted in different orders.
     keys = list(entries) if rank == 0 else list(reversed(entries))
-    own = {key: entries[key] for key in keys}
-    reduced = all_reduce_dict(own, reduce_op, to_float)
+    tensors = {key: entries[key] for key in keys}
+    reduced = all_reduce_dict(tensors, reduce_op, to_float)
     assert list(reduced) == keys
     assert a.tolist() == [rank + 1] * 2
     assert tracked.item() == 2**24 + 1 + rank
@@ -113,16 +113,16 @@ def test_the_smallest_of_all_ranks() -> None:
 
 
 def _reduce_ordered() -> tuple[str, list[tuple[str, int]]]:
-    own = OrderedDict([("a", torch.tensor(1)), ("b", torch.tensor(10))])
+    tensors = OrderedDict([("a", torch.tensor(1)), ("b", torch.tensor(10))])
     if dist.get_rank() == 1:
-        own.move_to_end("a")
-    reduced = all_reduce_dict(own, to_float=False)
+        tensors.move_to_end("a")
+    reduced = all_reduce_dict(tensors, to_float=False)
     return type(reduced).__name__, [(key, int(value.item())) for key, value in reduced.items()]
 
 
 def test_an_ordered_dict_of_another_order_is_not_mixed_up() -> None:
-    kind, items = run_ranks(_reduce_ordered, 2)[1]
-    assert (kind, items) == ("OrderedDict", [("b", 20), ("a", 2)])
+    kind, entries = run_ranks(_reduce_ordered, 2)[1]
+    assert (kind, entries) == ("OrderedDict", [("b", 20), ("a", 2)])
 
 
 @pytest.mark.parametrize(
@@ -142,21 +142,21 @@ def test_an_ordered_dict_of_another_order_is_not_mixed_up() -> None:
 )
 @on_ranks(2)
 def test_a_difference_raises_the_same_on_every_rank(kind: str, error: str, text: str) -> None:
-    own: dict[str, Any] = {"a": torch.ones(2), "b": torch.ones(2)}
+    tensors: dict[str, Any] = {"a": torch.ones(2), "b": torch.ones(2)}
     op = "sum"
     if dist.get_rank() == 1:
         if kind == "missing":
-            del own["b"]
+            del tensors["b"]
         elif kind == "value":
-            own["b"] = "text"
+            tensors["b"] = "text"
         elif kind == "huge":
-            own["b"] = 2**70
+            tensors["b"] = 2**70
         elif kind == "op":
             op = "mean"
         else:
-            own["b"] = {"shape": torch.ones(3), "dtype": torch.ones(2).double()}[kind]
+            tensors["b"] = {"shape": torch.ones(3), "dtype": torch.ones(2).double()}[kind]
     (name, message), after = (
-        outcome(all_reduce_dict, own, op),
+        outcome(all_reduce_dict, tensors, op),
         dict(all_reduce_dict({"n": 1}, to_float=False)),
     )
     assert name == error

@@ -18,21 +18,21 @@ from stepwrap.collectives import all_gather_object, collect_results, sync_random
 from stepwrap.collectives.objects.results import collect_results_cpu, collect_results_gpu
 
 
-def _collect_every_way(parts: list[list[Any]], size: int, tmpdir: str) -> list[Any]:
-    own = parts[dist.get_rank()]
+def _collect_every_way(by_rank: list[list[Any]], size: int, tmpdir: str) -> list[Any]:
+    results = by_rank[dist.get_rank()]
     return [
-        collect_results(own, size),
-        collect_results(own, size, "cpu", tmpdir),
-        collect_results(own, size, "gpu"),
-        collect_results(own, size, "npu"),
-        collect_results_cpu(own, size),
-        collect_results_cpu(tuple(own), size, tmpdir),
-        collect_results_gpu(own, size),
+        collect_results(results, size),
+        collect_results(results, size, "cpu", tmpdir),
+        collect_results(results, size, "gpu"),
+        collect_results(results, size, "npu"),
+        collect_results_cpu(results, size),
+        collect_results_cpu(tuple(results), size, tmpdir),
+        collect_results_gpu(results, size),
     ]
 
 
 @pytest.mark.parametrize(
-    ("parts", "size", "expected"),
+    ("by_rank", "size", "expected"),
     [
         ([[None, "b"], ["c", "d"]], 4, [None, "c", "b", "d"]),
         ([[0, 2, 4], [1, 3]], 5, [0, 1, 2, 3, 4]),
@@ -45,10 +45,10 @@ def _collect_every_way(parts: list[list[Any]], size: int, tmpdir: str) -> list[A
     ],
 )
 def test_results_come_back_in_turns(
-    parts: list[list[Any]], size: int, expected: list[Any], tmp_path: Path
+    by_rank: list[list[Any]], size: int, expected: list[Any], tmp_path: Path
 ) -> None:
     (tmp_path / "foreign").touch()
-    outcomes = run_ranks(_collect_every_way, len(parts), parts, size, str(tmp_path))
+    outcomes = run_ranks(_collect_every_way, len(by_rank), by_rank, size, str(tmp_path))
     assert outcomes[0] == [expected] * 7
     assert all(outcome == [None] * 7 for outcome in outcomes[1:])
     assert [path.name for path in tmp_path.iterdir()] == ["foreign"]
@@ -57,26 +57,26 @@ def test_results_come_back_in_turns(
 def _collect_in_subgroup(tmpdir: str) -> list[Any]:
     groups = [dist.new_group([0]), dist.new_group([2, 1])]
     rank = dist.get_rank()
-    group, own = groups[rank > 0], [f"{rank}a", f"{rank}b"]
+    group, results = groups[rank > 0], [f"{rank}a", f"{rank}b"]
     return [
-        collect_results(own, 3, "cpu", None, group),
-        collect_results(own, 3, "cpu", tmpdir, group),
-        collect_results(own, 3, "gpu", group=group),
+        collect_results(results, 3, "cpu", None, group),
+        collect_results(results, 3, "cpu", tmpdir, group),
+        collect_results(results, 3, "gpu", group=group),
     ]
 
 
 def test_results_of_a_subgroup(tmp_path: Path) -> None:
-    alone, first, second = run_ranks(_collect_in_subgroup, 3, str(tmp_path))
+    alone, rank_1, second = run_ranks(_collect_in_subgroup, 3, str(tmp_path))
     assert alone == [["0a", "0b"]] * 3
-    assert first == [["1a", "2a", "1b"]] * 3
+    assert rank_1 == [["1a", "2a", "1b"]] * 3
     assert second == [None] * 3
 
 
 def _collect_and_remove(tmpdir: str) -> list[Any]:
-    own = [dist.get_rank()]
-    kept = collect_results(own, 2, tmpdir=tmpdir), os.path.exists(f"{tmpdir}/foreign")
-    removed = collect_results(own, 2, tmpdir=tmpdir, remove_tmpdir=True), os.path.exists(tmpdir)
-    return [*kept, *removed]
+    results = [dist.get_rank()]
+    remaining = collect_results(results, 2, tmpdir=tmpdir), os.path.exists(f"{tmpdir}/foreign")
+    removed = collect_results(results, 2, tmpdir=tmpdir, remove_tmpdir=True), os.path.exists(tmpdir)
+    return [*remaining, *removed]
 
 
 def test_the_directory_is_removed_only_on_request(tmp_path: Path) -> None:
@@ -141,21 +141,21 @@ def test_arguments_are_checked_with_and_without_a_group() -> None:
 def test_one_process_gets_its_own_results(tmp_path: Path) -> None:
     """The same with and without a group."""
     lock = threading.Lock()
-    own = [None, lock, 3]
+    results = [None, lock, 3]
     for device in ("cpu", "gpu", "npu"):
-        collected = collect_results(own, 2, device)
+        collected = collect_results(results, 2, device)
         assert collected is not None
         assert collected[0] is None
         assert collected[1] is lock
         assert len(collected) == 2
-        assert collect_results(own, 5, device) == own
-    given = tmp_path / "given"
-    given.mkdir()
-    assert collect_results(own, 5, "cpu", given) == own
-    assert given.exists()
+        assert collect_results(results, 5, device) == results
+    folder = tmp_path / "given"
+    folder.mkdir()
+    assert collect_results(results, 5, "cpu", folder) == results
+    assert folder.exists()
     for _ in range(2):
-        assert collect_results(own, 5, "cpu", given, remove_tmpdir=True) == own
-        assert not given.exists()
+        assert collect_results(results, 5, "cpu", folder, remove_tmpdir=True) == results
+        assert not folder.exists()
 
 
 def _states() -> list[Any]:
@@ -174,9 +174,9 @@ def _draw_seeds() -> list[int]:
 
 
 def test_seeds_agree_and_advance_no_generator() -> None:
-    first, second, third = run_ranks(_draw_seeds, 3)
+    rank_0, second, third = run_ranks(_draw_seeds, 3)
     assert second == third
-    assert second[:20] == first
+    assert second[:20] == rank_0
     assert len(set(second)) == 22
     assert all(type(seed) is int and 0 <= seed < 2**31 for seed in second)
     # All of 22 draws are in the lower half once in four million runs.
@@ -186,9 +186,9 @@ def test_seeds_agree_and_advance_no_generator() -> None:
 def test_a_seed_without_a_group() -> None:
     before = _states()
     random.seed(0)
-    first = sync_random_seed()
+    seed = sync_random_seed()
     random.seed(0)
-    assert sync_random_seed() != first
+    assert sync_random_seed() != seed
     random.setstate(before[0])
     assert _states() == before
 

@@ -66,8 +66,8 @@ def _sum_in_order() -> list[str]:
 
 
 def test_all_ranks_get_the_same_bits() -> None:
-    first, *others = run_ranks(_sum_in_order, 3)
-    assert others == [first, first]
+    rank_0, *other_ranks = run_ranks(_sum_in_order, 3)
+    assert other_ranks == [rank_0, rank_0]
 
 
 @on_ranks(3)
@@ -82,8 +82,8 @@ def test_a_value_that_is_not_finite_reaches_its_own_key_only() -> None:
 
 def _with_own_keys(keys: list[list[str]]) -> tuple[list[dict[str, float]], dict[str, float]]:
     rank = dist.get_rank()
-    first = [mean_scalars(dict.fromkeys(keys[rank], rank + 1.0)) for _ in range(2)]
-    return first, mean_scalars({"same": rank})
+    different = [mean_scalars(dict.fromkeys(keys[rank], rank + 1.0)) for _ in range(2)]
+    return different, mean_scalars({"same": rank})
 
 
 _MANY = [f"m{i}" for i in range(200)]

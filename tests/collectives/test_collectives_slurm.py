@@ -36,16 +36,16 @@ def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
 
 @given(
     prefix=st.from_regex(r"[a-z][a-z-]{0,8}", fullmatch=True),
-    first=st.integers(0, 999),
+    start=st.integers(0, 999),
     width=st.integers(1, 4),
     more=st.sampled_from(["", "-{}", ",{}", "-{0},{0}"]),
-    rest=st.sampled_from(["", ",other", ",more[1-2]"]),
+    suffix=st.sampled_from(["", ",other", ",more[1-2]"]),
 )
 def test_a_range_starts_with_its_first_number(
-    prefix: str, first: int, width: int, more: str, rest: str
+    prefix: str, start: int, width: int, more: str, suffix: str
 ) -> None:
-    number = f"{first:0{width}}"
-    nodes = f"{prefix}[{number}{more.format(first + 3)}]{rest}"
+    number = f"{start:0{width}}"
+    nodes = f"{prefix}[{number}{more.format(start + 3)}]{suffix}"
     assert first_host(nodes) == prefix + number
 
 

@@ -20,22 +20,22 @@ def test_every_dtype_is_gathered_and_broadcast() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for dtype in DTYPES:
         for repeats in (1, 400):
-            parts = [values_of(r, dtype, repeats) for r in range(world_size)]
-            own = parts[rank]
-            for gathered in (all_gather(own), gather(own, dst=1)):
+            by_rank = [values_of(r, dtype, repeats) for r in range(world_size)]
+            sent = by_rank[rank]
+            for gathered in (all_gather(sent), gather(sent, dst=1)):
                 if gathered:
-                    assert torch.equal(torch.stack(gathered), torch.stack(parts)), dtype
-                    assert {part.dtype for part in gathered} == {dtype}
-                    sizes = {part.untyped_storage().nbytes() for part in gathered}
-                    assert sizes == {own.nbytes}
-            shared = own.clone()
+                    assert torch.equal(torch.stack(gathered), torch.stack(by_rank)), dtype
+                    assert {received.dtype for received in gathered} == {dtype}
+                    sizes = {received.untyped_storage().nbytes() for received in gathered}
+                    assert sizes == {sent.nbytes}
+            shared = sent.clone()
             broadcast(shared, src=1)
-            assert torch.equal(shared, parts[1])
-            assert torch.equal(own, parts[rank])
-            broadcast(own, src=1)
-            assert torch.equal(own, parts[1])
+            assert torch.equal(shared, by_rank[1])
+            assert torch.equal(sent, by_rank[rank])
+            broadcast(sent, src=1)
+            assert torch.equal(sent, by_rank[1])
         for odd in (torch.ones((), dtype=dtype), torch.empty(3, 0, dtype=dtype)):
-            assert [part.shape for part in all_gather(odd)] == [odd.shape] * world_size
+            assert [received.shape for received in all_gather(odd)] == [odd.shape] * world_size
             broadcast(odd)
     assert [len(gather(torch.ones(2), dst)) for dst in range(world_size)] == [
         world_size if rank == dst else 0 for dst in range(world_size)
@@ -55,17 +55,17 @@ def test_conjugate_tracked_and_deep_tensors() -> None:
     broadcast(imaginary, src=1)
     assert imaginary.item() == -3
     tracked = torch.full((2,), float(rank), requires_grad=True)
-    assert not any(part.requires_grad for part in all_gather(tracked))
+    assert not any(received.requires_grad for received in all_gather(tracked))
     all_reduce(tracked)
     assert tracked.requires_grad
     assert tracked.tolist() == [1.0, 1.0]
     broadcast(torch.ones(2, requires_grad=True))
     deep = torch.full((1,) * 18 + (2,), float(rank))
-    assert [part.shape for part in all_gather(deep)] == [deep.shape] * 2
+    assert [received.shape for received in all_gather(deep)] == [deep.shape] * 2
     torch.set_default_dtype(torch.float64)
-    first = all_gather(torch.ones(3))
-    first[0].add_(1)
-    assert [part.tolist() for part in first] == [[2.0] * 3, [1.0] * 3]
+    gathered = all_gather(torch.ones(3))
+    gathered[0].add_(1)
+    assert [received.tolist() for received in gathered] == [[2.0] * 3, [1.0] * 3]
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,14 @@ def test_unequal_tensors_are_an_error_on_every_rank(kind: str, error: str, text:
 def test_another_call_is_an_error_on_every_rank() -> None:
     data = torch.ones(2)
     calls: list[Callable[..., Any]] = [all_gather, all_gather_object, gather]
-    own = calls if dist.get_rank() == 0 else [calls[1], calls[2], calls[0]]
-    outcomes = [outcome(call, data) for call in own]
+    order = calls if dist.get_rank() == 0 else [calls[1], calls[2], calls[0]]
+    outcomes = [outcome(call, data) for call in order]
     names = ["all_gather", "all_gather_object", "gather"]
-    for (error, message), one, other in zip(outcomes, names, [*names[1:], names[0]], strict=True):
+    for (error, message), call_name, other in zip(
+        outcomes, names, [*names[1:], names[0]], strict=True
+    ):
         assert error == "CollectiveError"
-        assert f"in {one} (" in message
+        assert f"in {call_name} (" in message
         assert f"in {other} (" in message
 
 
@@ -114,28 +116,30 @@ def _use_subgroup() -> list[tuple[str, str]]:
     rank = dist.get_rank()
     group = dist.new_group([1, 3])
     other = dist.new_group([0, 2])
-    own = group if rank in (1, 3) else other
-    first, second = (1, 3) if rank in (1, 3) else (0, 2)
+    subgroup = group if rank in (1, 3) else other
+    low_rank, second = (1, 3) if rank in (1, 3) else (0, 2)
     data = torch.tensor([float(rank)])
-    assert torch.cat(all_gather(data, own)).tolist() == [first, second]
-    for dst in (first, second):
-        gathered = gather(data, dst, own)
-        assert [part.item() for part in gathered] == ([first, second] if rank == dst else [])
-    large = [part.unique().tolist() for part in all_gather(data.repeat(2**17), own)]
-    assert large == [[first], [second]]
+    assert torch.cat(all_gather(data, subgroup)).tolist() == [low_rank, second]
+    for dst in (low_rank, second):
+        gathered = gather(data, dst, subgroup)
+        assert [received.item() for received in gathered] == (
+            [low_rank, second] if rank == dst else []
+        )
+    large = [received.unique().tolist() for received in all_gather(data.repeat(2**17), subgroup)]
+    assert large == [[low_rank], [second]]
     shared = data.clone()
-    broadcast(shared, second, own)
+    broadcast(shared, second, subgroup)
     assert shared.item() == second
-    all_reduce(data, "mean", own)
-    assert data.item() == (first + second) / 2
-    foreign = other if own is group else group
+    all_reduce(data, "mean", subgroup)
+    assert data.item() == (low_rank + second) / 2
+    foreign = other if subgroup is group else group
     calls: list[Callable[..., Any]] = [
-        functools.partial(broadcast, data, 4, own),
-        functools.partial(gather, data, 5, own),
+        functools.partial(broadcast, data, 4, subgroup),
+        functools.partial(gather, data, 5, subgroup),
         functools.partial(all_gather, data, foreign),
         functools.partial(all_reduce, data, "sum", foreign),
-        functools.partial(gather, torch.ones(rank + 1), second, own),
-        functools.partial(gather, data, rank, own),
+        functools.partial(gather, torch.ones(rank + 1), second, subgroup),
+        functools.partial(gather, data, rank, subgroup),
     ]
     return [outcome(call) for call in calls]
 
@@ -217,14 +221,14 @@ def test_nccl_with_one_rank() -> None:
 def test_two_gloo_ranks_share_a_device() -> None:
     rank = dist.get_rank()
     for dtype in DTYPES:
-        own = values_of(rank, dtype).cuda()
-        gathered = all_gather(own)
-        assert {part.device for part in gathered} == {own.device}
+        tensor = values_of(rank, dtype).cuda()
+        gathered = all_gather(tensor)
+        assert {received.device for received in gathered} == {tensor.device}
         assert torch.equal(gathered[1].cpu(), values_of(1, dtype))
-        broadcast(own, 1)
-        assert torch.equal(own.cpu(), values_of(1, dtype))
-        all_reduce(own, "product")
-        assert torch.equal(own.cpu(), values_of(1, dtype) * values_of(1, dtype))
+        broadcast(tensor, 1)
+        assert torch.equal(tensor.cpu(), values_of(1, dtype))
+        all_reduce(tensor, "product")
+        assert torch.equal(tensor.cpu(), values_of(1, dtype) * values_of(1, dtype))
 
 
 @pytest.mark.gpu
@@ -232,7 +236,7 @@ def test_two_gloo_ranks_share_a_device() -> None:
 def test_tensors_on_different_devices_meet_in_one_place() -> None:
     rank = dist.get_rank()
     for count in (3, 2**16):
-        own = torch.full((count,), float(rank), device=["cpu", "cuda"][rank])
-        for gathered in (all_gather(own), gather(own, 1)):
-            assert [part.unique().item() for part in gathered] in ([], [0.0, 1.0])
-            assert {part.device for part in gathered} <= {own.device}
+        tensor = torch.full((count,), float(rank), device=["cpu", "cuda"][rank])
+        for gathered in (all_gather(tensor), gather(tensor, 1)):
+            assert [received.unique().item() for received in gathered] in ([], [0.0, 1.0])
+            assert {received.device for received in gathered} <= {tensor.device}

@@ -17,9 +17,9 @@ from stepwrap.configs.source_lm import (
 
 
 def test_digits_splits_share_no_image_and_lose_none() -> None:
-    parts = [Digits(split) for split in ("train", "val", "test")]
-    assert [len(part) for part in parts] == [1197, 300, 300]
-    together = torch.cat([part.images for part in parts]).flatten(1)
+    splits = [Digits(split) for split in ("train", "val", "test")]
+    assert [len(split) for split in splits] == [1197, 300, 300]
+    together = torch.cat([split.images for split in splits]).flatten(1)
     everything = Digits("all").images.flatten(1)
     assert torch.equal(
         torch.unique(together, dim=0, return_counts=True)[1],
@@ -44,10 +44,10 @@ def test_source_text_is_shifted_by_one() -> None:
 
 
 def test_source_text_holds_files_out() -> None:
-    train, val = SourceText("train").text, SourceText("val").text
-    start = len(val) // 2
-    piece = bytes(val[start : start + 400].tolist())
-    assert piece not in bytes(train.tolist())
+    train, held_out = SourceText("train").text, SourceText("val").text
+    start = len(held_out) // 2
+    excerpt = bytes(held_out[start : start + 400].tolist())
+    assert excerpt not in bytes(train.tolist())
 
 
 def test_source_lines_are_lines_of_the_text() -> None:
@@ -64,9 +64,9 @@ def test_source_lines_are_lines_of_the_text() -> None:
 
 
 def test_lines_are_spread_over_the_text() -> None:
-    few, all_of_them = SourceLines("val", limit=5), SourceLines("val")
-    assert len(few) == 5
-    assert torch.equal(few[4][0], all_of_them[len(all_of_them) // 5 * 4][0])
+    five, all_of_them = SourceLines("val", limit=5), SourceLines("val")
+    assert len(five) == 5
+    assert torch.equal(five[4][0], all_of_them[len(all_of_them) // 5 * 4][0])
 
 
 def test_padding_changes_neither_loss_nor_entropy() -> None:

@@ -44,14 +44,16 @@ def train_in_fp64(run_dir: Path, *overrides: str, resume: bool = False) -> None:
 def losses_of(run_dir: Path) -> list[float]:
     """Return the loss of every update and the validation loss."""
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [one["loss"] for one in records]
+    return [record["loss"] for record in records]
 
 
-def weights_apart(one: Path, other: Path) -> float:
+def weights_apart(run_a: Path, other: Path) -> float:
     """Return the largest difference between the final weights of two runs."""
-    first, second = (load_checkpoint(find_checkpoint(run)).read("model.pt") for run in (one, other))
-    assert first.keys() == second.keys()
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
+    weights, second = (
+        load_checkpoint(find_checkpoint(run)).read("model.pt") for run in (run_a, other)
+    )
+    assert weights.keys() == second.keys()
+    return max(float((weights[name] - second[name]).abs().max()) for name in weights)
 
 
 @pytest.mark.parametrize(
@@ -65,38 +67,38 @@ def weights_apart(one: Path, other: Path) -> float:
 def test_any_split_of_a_batch_gives_the_same_run(
     ranks: int, split: tuple[str, ...], tmp_path: Path
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train_in_fp64(whole, *WHOLE)
-    run_ranks(train_in_fp64, ranks, parts, *split)
-    assert losses_of(parts) == pytest.approx(losses_of(whole), abs=1e-12)
-    assert weights_apart(whole, parts) < 1e-12
+    undivided, divided = tmp_path / "whole", tmp_path / "parts"
+    train_in_fp64(undivided, *WHOLE)
+    run_ranks(train_in_fp64, ranks, divided, *split)
+    assert losses_of(divided) == pytest.approx(losses_of(undivided), abs=1e-12)
+    assert weights_apart(undivided, divided) < 1e-12
 
 
 def test_without_a_weight_the_split_matters(tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for run_dir, split in ((whole, WHOLE), (parts, QUARTERS)):
+    undivided, divided = tmp_path / "whole", tmp_path / "parts"
+    for run_dir, split in ((undivided, WHOLE), (divided, QUARTERS)):
         train_in_fp64(run_dir, "optim_wrapper.loss_weight=null", *split)
-    assert weights_apart(whole, parts) > 1e-6
+    assert weights_apart(undivided, divided) > 1e-6
 
 
 def test_validation_is_a_mean_over_characters(tmp_path: Path) -> None:
-    few, many = tmp_path / "few", tmp_path / "many"
-    train_in_fp64(few, "train.max_steps=1", "data.val.batch_size=7")
-    train_in_fp64(many, "train.max_steps=1", "data.val.batch_size=50")
-    assert losses_of(few)[-1] == pytest.approx(losses_of(many)[-1], abs=1e-12)
+    small, large = tmp_path / "few", tmp_path / "many"
+    train_in_fp64(small, "train.max_steps=1", "data.val.batch_size=7")
+    train_in_fp64(large, "train.max_steps=1", "data.val.batch_size=50")
+    assert losses_of(small)[-1] == pytest.approx(losses_of(large)[-1], abs=1e-12)
 
 
 def test_a_run_resumes_with_another_batch_size(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train_in_fp64(whole, "train.max_steps=4")
-    train_in_fp64(parts, "train.max_steps=2")
+    uninterrupted, resumed = tmp_path / "whole", tmp_path / "parts"
+    train_in_fp64(uninterrupted, "train.max_steps=4")
+    train_in_fp64(resumed, "train.max_steps=2")
     with caplog.at_level("INFO"):
-        train_in_fp64(parts, "train.max_steps=4", "data.train.batch_size=32", resume=True)
+        train_in_fp64(resumed, "train.max_steps=4", "data.train.batch_size=32", resume=True)
     # Two updates are left, although two batches of the new size have been counted as read.
     assert "nothing is left to train" not in caplog.text
-    assert weights_apart(whole, parts) < 1e-12
+    assert weights_apart(uninterrupted, resumed) < 1e-12
 
 
 @pytest.mark.slow
@@ -104,7 +106,7 @@ def test_the_example_of_the_page_on_exactness(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/exactness.md").read_text()
     top = page.partition("\n## ")[0]
     commands = re.findall(r"^stepwrap (.*)$", top, flags=re.MULTILINE)
-    outputs = [run("-m", "stepwrap.runner", *one.split(), cwd=tmp_path) for one in commands]
+    outputs = [run("-m", "stepwrap.runner", *command.split(), cwd=tmp_path) for command in commands]
     assert len(outputs) == 3
     (code,) = re.findall(r"```python\n(.*?)```", top, flags=re.DOTALL)
     assert float(run("-c", code, cwd=tmp_path)) < 1e-5
@@ -115,6 +117,6 @@ def test_the_model_learns(tmp_path: Path) -> None:
     words = "-m", "stepwrap.runner", "train", "source_lines", "--run-dir", str(tmp_path / "run")
     run(*words, "train.max_steps=100", "train.val_interval=100", cwd=tmp_path)
     records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    record = [one for one in records if one["phase"] == "val"][-1]
+    record = [record for record in records if record["phase"] == "val"][-1]
     assert 2.5 < record["unigram"] < 3.6
     assert record["loss"] < record["unigram"] - 0.5

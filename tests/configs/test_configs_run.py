@@ -20,7 +20,7 @@ def train(name: str, run_dir: Path, *overrides: str) -> str:
 
 def last_record(run_dir: Path, phase: str) -> dict[str, float]:
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    record: dict[str, float] = [one for one in records if one["phase"] == phase][-1]
+    record: dict[str, float] = [record for record in records if record["phase"] == phase][-1]
     return record
 
 

@@ -115,8 +115,8 @@ class Fault(Hook):
     # Data and random streams.
 
     def item(self, state: LoopState, batch: Any) -> None:
-        part = batch[int(self.where)]
-        part.view(-1)[5 % part.numel()] = 2
+        tensor = batch[int(self.where)]
+        tensor.view(-1)[5 % tensor.numel()] = 2
 
     def draw(self, state: LoopState, batch: Any) -> None:
         draws = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(1)}
@@ -176,7 +176,9 @@ class Fault(Hook):
         group = state.optim_wrapper.optimizer.param_groups[0]
         before = group[self.where]
         self.undo = lambda: group.update({self.where: before})
-        doubled = tuple(one * 0.9 for one in before) if isinstance(before, tuple) else before * 2
+        doubled = (
+            tuple(value * 0.9 for value in before) if isinstance(before, tuple) else before * 2
+        )
         group[self.where] = doubled
 
     def momentum(self, state: LoopState, batch: Any) -> None:

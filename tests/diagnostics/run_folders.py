@@ -13,7 +13,7 @@ def record(step: int, phase: str = "train", **values: Any) -> dict[str, Any]:
 
 
 def lines(records: Iterable[dict[str, Any]]) -> str:
-    return "".join(f"{json.dumps(one)}\n" for one in records)
+    return "".join(f"{json.dumps(record)}\n" for record in records)
 
 
 def write_folder(
@@ -40,7 +40,7 @@ def two_runs(root: Path) -> list[Path]:
     paths = []
     for name, lr, scale in (("slow", 0.1, 2.0), ("fast", 0.3, 1.0)):
         losses = [record(step, loss=scale / (1 + step / 10)) for step in range(10, 101, 10)]
-        rates = [{**one, "samples_per_s": 100 * scale, "lr": lr} for one in losses]
+        rates = [{**record, "samples_per_s": 100 * scale, "lr": lr} for record in losses]
         scores = [record(step, "val", accuracy=1 - scale / step) for step in (50, 100)]
         config = f"name: {name}\noptimizer: {{type: SGD, lr: {lr}}}\nseed: 1\nrun_dir: x/{name}\n"
         origins = {"optimizer.lr": f"/home/me/configs/{name}.yaml:2"}

@@ -159,11 +159,11 @@ def test_a_fault_between_two_entries_is_named(
 
 def test_a_fault_on_one_rank_is_named(config: Path) -> None:
     run_ranks(train_here, 2, config, "whole", FULL)
-    whole = read_ledger(config / "whole")
-    assert whole.steps == [*range(7)]
+    uninterrupted = read_ledger(config / "whole")
+    assert uninterrupted.steps == [*range(7)]
     for n, (override, difference) in enumerate(ON_TWO_RANKS):
         run_ranks(train_here, 2, config, f"run{n}", FULL, override)
-        assert str(first_difference(whole, read_ledger(config / f"run{n}"))) == difference
+        assert str(first_difference(uninterrupted, read_ledger(config / f"run{n}"))) == difference
 
 
 def test_output_of_the_command(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ def report(folder: Path, *paths: Path) -> Path:
 def assert_quiet(browser: Browser, *addresses: str) -> None:
     """Check that the page logged no error and requested only addresses with these prefixes."""
     assert browser.errors() == []
-    assert [one for one in browser.requests() if not one.startswith(addresses)] == []
+    assert [request for request in browser.requests() if not request.startswith(addresses)] == []
 
 
 def test_a_record_is_read_by_hover_and_runs_are_overlaid(browser: Browser, tmp_path: Path) -> None:
@@ -112,9 +112,9 @@ def test_differences_of_settings_are_found(browser: Browser, tmp_path: Path) -> 
     browser.open(report(tmp_path, *two_runs(tmp_path)))
     chart(browser, "loss")
     rows = "return [...document.querySelectorAll('#config tbody tr')].map(one => one.innerText)"
-    found = [row.split() for row in browser.run(rows)]
-    assert [row[0] for row in found] == ["name", "optimizer.lr"]
-    assert found[1][1:] == ["0.1", "configs/slow.yaml:2", "0.3", "configs/fast.yaml:2"]
+    cells = [row.split() for row in browser.run(rows)]
+    assert [row[0] for row in cells] == ["name", "optimizer.lr"]
+    assert cells[1][1:] == ["0.1", "configs/slow.yaml:2", "0.3", "configs/fast.yaml:2"]
     browser.run("document.querySelector('#differences').click()")
     assert len(browser.run(rows)) == 5
 
@@ -132,7 +132,7 @@ def test_smoothing_changes_the_line_and_shows_the_record(browser: Browser, tmp_p
         "slider.dispatchEvent(new Event('input'))"
     )
     # The recorded lines stay, in a paler colour, next to the smoothed ones.
-    drawn = browser.wait(lambda: len(found := browser.run(paths)) == 4 and found)
+    drawn = browser.wait(lambda: len(shown_paths := browser.run(paths)) == 4 and shown_paths)
     assert len(set(drawn)) == 4
     text = shown_at(browser, "loss", 40)
     assert "(recorded 0.4)" in text
@@ -227,9 +227,9 @@ def test_a_training_is_shown_live(
         thread.start()
         browser.open(server.url)
         chart(browser, "loss")
-        last = "return document.querySelector('[data-name=loss]').data[0].x.at(-1)"
-        first = browser.run(last)
-        assert browser.wait(lambda: browser.run(last) > first)
+        newest = "return document.querySelector('[data-name=loss]').data[0].x.at(-1)"
+        initial = browser.run(newest)
+        assert browser.wait(lambda: browser.run(newest) > initial)
         assert "training" in browser.run("return document.querySelector('#runs').innerText")
         command.process.terminate()
         browser.wait(

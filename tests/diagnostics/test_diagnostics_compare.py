@@ -58,9 +58,9 @@ def test_lines_fit_into_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_missing_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, other = (write_folder(tmp_path / name) for name in "ab")
-    (one / "config.yaml").unlink()
-    assert main(["compare", str(one), str(other)]) == 0
+    folder, other = (write_folder(tmp_path / name) for name in "ab")
+    (folder / "config.yaml").unlink()
+    assert main(["compare", str(folder), str(other)]) == 0
     out = capsys.readouterr().out
     assert "no settings: a (no readable config.yaml)" in out
     assert "metrics: no records yet" in out

@@ -45,10 +45,10 @@ def train(
 
 
 def stages(folder: Path, step: int) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    by_stage: dict[str, list[str]] = {}
     for stage, name in read_ledger(folder).entry(step):
-        found.setdefault(stage, []).append(name)
-    return found
+        by_stage.setdefault(stage, []).append(name)
+    return by_stage
 
 
 def test_an_entry_has_every_stage_of_its_step(tmp_path: Path) -> None:
@@ -65,28 +65,28 @@ def test_an_entry_has_every_stage_of_its_step(tmp_path: Path) -> None:
 
 def test_a_full_entry_has_modules_and_parameters(tmp_path: Path) -> None:
     train(tmp_path, full=True)
-    found = stages(tmp_path, 3)
+    by_stage = stages(tmp_path, 3)
     names = ["net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias", "group 0"]
-    assert found["gradient"] == found["update"] == names
+    assert by_stage["gradient"] == by_stage["update"] == names
     modules = ("data_preprocessor", "net.0", "net.1", "net.2", "net.3", "loss")
-    assert found["forward"] == [*(f"output of {name}" for name in modules), "loss"]
+    assert by_stage["forward"] == [*(f"output of {name}" for name in modules), "loss"]
 
 
 def test_an_entry_has_all_batches_of_its_window(tmp_path: Path) -> None:
     train(tmp_path, accumulate=2, every_steps=2)
-    found = stages(tmp_path, 2)
-    assert found["data"][:4] == ["sample ids", "batch.0", "batch.1", "sample ids of batch 2"]
-    assert found["forward"] == ["loss", "loss of batch 2"]
-    assert found["gradient"] == ["group 0"]
+    by_stage = stages(tmp_path, 2)
+    assert by_stage["data"][:4] == ["sample ids", "batch.0", "batch.1", "sample ids of batch 2"]
+    assert by_stage["forward"] == ["loss", "loss of batch 2"]
+    assert by_stage["gradient"] == ["group 0"]
 
 
 def test_a_ledger_changes_no_bit_of_a_run(tmp_path: Path) -> None:
     for name, settings in (("with", {"full": True}), ("without", {})):
         train(tmp_path / name, CheckpointHook(), **settings)
     files = [load_checkpoint(find_checkpoint(tmp_path / n)) for n in ("with", "without")]
-    first, second = (one.read("model.pt") for one in files)
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
-    assert torch.equal(*(one.read("rank_00000.pt")["rng"]["torch"] for one in files))
+    weights, second = (checkpoint.read("model.pt") for checkpoint in files)
+    assert all(torch.equal(value, second[name]) for name, value in weights.items())
+    assert torch.equal(*(checkpoint.read("rank_00000.pt")["rng"]["torch"] for checkpoint in files))
 
 
 def test_runs_that_are_alike_have_no_difference_and_groups_compare_with_a_full_one(
@@ -129,17 +129,17 @@ def test_every_bit_and_the_order_count(hasher: Any, dtype: torch.dtype) -> None:
 def test_hashes_of_words_do_not_collide() -> None:
     """Also if only sign bits differ."""
     signs = [torch.tensor([1.0 - 2 * (n >> at & 1) for at in range(12)]) for n in range(4096)]
-    assert len({int(hash_words([one.view(torch.uint8)])) for one in signs}) == 4096
+    assert len({int(hash_words([row.view(torch.uint8)])) for row in signs}) == 4096
 
 
 def test_words_of_several_blocks_are_hashed_whole() -> None:
     data = torch.zeros((1 << 23) + 4099, dtype=torch.uint8)
-    found = {int(hash_words([data]))}
+    hashes = {int(hash_words([data]))}
     for at in (0, (1 << 23) - 1, 1 << 23, len(data) - 1):
         data[at] = 1
-        found.add(int(hash_words([data])))
+        hashes.add(int(hash_words([data])))
         data[at] = 0
-    assert len(found) == 5
+    assert len(hashes) == 5
 
 
 def test_all_kinds_of_batch_items_are_hashed(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_all_kinds_of_batch_items_are_hashed(tmp_path: Path) -> None:
         more = {"texts": ["a", text], "deep": [{"n": number, "none": None}], "sparse": sparse}
         batch = {"inputs": torch.ones(2, 4), "complex": torch.ones(2) * 1j, **more}
         model = state.model.module
-        model.forward = lambda inputs, mode="", **rest: {"loss": model.net(inputs).mean()}
+        model.forward = lambda inputs, mode="", **options: {"loss": model.net(inputs).mean()}
         EpochTrainLoop([batch], max_epochs=1).run(state, HookList([LedgerHook()]))
         return read_ledger(tmp_path / name).entry(1)
 
@@ -162,19 +162,19 @@ def test_all_kinds_of_batch_items_are_hashed(tmp_path: Path) -> None:
 
 
 def test_arrays_of_objects_are_hashed_by_their_content(tmp_path: Path) -> None:
-    def entry(name: str, last: str) -> dict[Any, int]:
+    def entry(name: str, ending: str) -> dict[Any, int]:
         state = make_state(run_dir=tmp_path / name)
         # Created anew, so that equal texts are different objects.
-        texts = np.array(["".join(("a", "bc")), "".join(("d", last))], dtype=object)
+        texts = np.array(["".join(("a", "bc")), "".join(("d", ending))], dtype=object)
         batch = {"inputs": torch.ones(2, 4), "texts": texts}
         model = state.model.module
-        model.forward = lambda inputs, mode="", **rest: {"loss": model.net(inputs).mean()}
+        model.forward = lambda inputs, mode="", **options: {"loss": model.net(inputs).mean()}
         EpochTrainLoop([batch], max_epochs=1).run(state, HookList([LedgerHook()]))
         return read_ledger(tmp_path / name).entry(1)
 
-    first, same, other = entry("a", "e"), entry("b", "e"), entry("c", "f")
-    assert first == same
-    assert [i.name for i in first if first[i] != other[i]] == ["batch.texts"]
+    reference, same, other = entry("a", "e"), entry("b", "e"), entry("c", "f")
+    assert reference == same
+    assert [i.name for i in reference if reference[i] != other[i]] == ["batch.texts"]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
@@ -186,8 +186,8 @@ def test_compressed_sparse_tensors_are_hashed(layout: str) -> None:
         return hash_tensors([sparse])
 
     assert hashed(torch.eye(4)) == hashed(torch.eye(4))
-    others = {hashed(one) for one in (torch.eye(4), 2 * torch.eye(4), torch.eye(4).flip(0))}
-    assert len(others) == 3
+    hashes = {hashed(tensor) for tensor in (torch.eye(4), 2 * torch.eye(4), torch.eye(4).flip(0))}
+    assert len(hashes) == 3
 
 
 def test_a_resumed_run_continues_its_file(tmp_path: Path) -> None:
@@ -209,11 +209,11 @@ def test_a_resumed_run_continues_its_file(tmp_path: Path) -> None:
 def test_a_truncated_file_is_read_up_to_its_last_whole_entry(tmp_path: Path, cut: int) -> None:
     train(tmp_path, every_steps=1)
     file = tmp_path / "ledger" / "rank_0.bin"
-    whole = read_ledger(tmp_path)
+    complete = read_ledger(tmp_path)
     file.write_bytes(file.read_bytes()[:-cut])
-    rest = read_ledger(tmp_path)
-    assert rest.steps == whole.steps[:-1]
-    assert rest.entry(11) == whole.entry(11)
+    truncated = read_ledger(tmp_path)
+    assert truncated.steps == complete.steps[:-1]
+    assert truncated.entry(11) == complete.entry(11)
 
 
 def test_entries_from_a_damaged_one_on_are_ignored(tmp_path: Path) -> None:
@@ -292,15 +292,15 @@ def test_ledgers_that_cannot_be_compared_raise_with_the_reason(tmp_path: Path) -
         read_ledger(tmp_path)
     train(tmp_path / "one", every_steps=1)
     run_ranks(train, 2, tmp_path / "two", every_steps=1)
-    one, two = read_ledger(tmp_path / "one"), read_ledger(tmp_path / "two")
+    ledger, two = read_ledger(tmp_path / "one"), read_ledger(tmp_path / "two")
     with pytest.raises(
         LedgerError, match=r"same number of ranks, but at step 0 .*one/ledger has 1 .* has 2"
     ):
-        first_difference(one, two)
+        first_difference(ledger, two)
     with pytest.raises(LedgerError, match="no step in common"):
-        first_difference(one, one, after=12)
+        first_difference(ledger, ledger, after=12)
     with pytest.raises(KeyError, match="rank 1 of 1"):
-        one.entry(1, 1)
+        ledger.entry(1, 1)
 
 
 def test_settings_are_checked() -> None:

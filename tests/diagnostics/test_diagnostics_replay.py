@@ -60,10 +60,12 @@ def test_a_step_is_the_same_bit_for_bit(run: Path, capsys: Capture, step: int, s
     assert f"step {step}, from " in printed
     assert source in printed
     assert "(2 steps run first)" in printed
-    found = f"the weights after it equal, bit for bit, runs/checkpoints/step_{step:08d}"
-    assert found in printed
+    message = f"the weights after it equal, bit for bit, runs/checkpoints/step_{step:08d}"
+    assert message in printed
     records = map(json.loads, (run / "runs/metrics.jsonl").read_text().splitlines())
-    record = next(one for one in records if one["step"] == step and one["phase"] == "train")
+    record = next(
+        record for record in records if record["step"] == step and record["phase"] == "train"
+    )
     assert f"rank 0: loss {record['loss']!r}" in printed
     assert files_in(run / "runs") == before
 
@@ -104,8 +106,8 @@ def test_a_step_from_before_a_resume_on_two_ranks_is_replayed_on_one(
     capsys.readouterr()
     for step in (9, 12):
         assert main(["replay", "runs", "--step", str(step)]) == 0
-        found = f"the weights after it equal, bit for bit, runs/checkpoints/step_{step:08d}"
-        assert found in capsys.readouterr().out
+        message = f"the weights after it equal, bit for bit, runs/checkpoints/step_{step:08d}"
+        assert message in capsys.readouterr().out
 
 
 def test_anomaly_mode_names_the_forward_call(run: Path, capsys: Capture) -> None:
@@ -127,7 +129,7 @@ def test_a_profile_is_of_the_step_alone(run: Path, capsys: Capture) -> None:
     assert "aten::addmm" in printed
     assert printed.rstrip().endswith("trace: trace.json")
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
-    names = [one["name"] for one in events]
+    names = [event["name"] for event in events]
     assert names.count("aten::linear") == 2
     assert any("AdamW.step" in name for name in names)
 
@@ -184,7 +186,7 @@ def test_a_debugger_in_a_rank_has_the_terminal(start: Start, tmp_path: Path) -> 
         command = ["-m", "stepwrap.runner", "replay", "runs", "--step", "3", "--debugger"]
         os.execv(sys.executable, [sys.executable, *command, "--rank", "1"])
     shown, limit = b"", time.monotonic() + TIMEOUT_S
-    asked = [b"import os; print('rank', os.environ['RANK'])\n", b"c\n"]
+    commands = [b"import os; print('rank', os.environ['RANK'])\n", b"c\n"]
     while time.monotonic() < limit:
         if not select.select([terminal], [], [], 1.0)[0]:
             continue
@@ -192,8 +194,8 @@ def test_a_debugger_in_a_rank_has_the_terminal(start: Start, tmp_path: Path) -> 
             shown += os.read(terminal, 4096)
         except OSError:
             break
-        if asked and shown.count(b"(Pdb) ") == 3 - len(asked):
-            os.write(terminal, asked.pop(0))
+        if commands and shown.count(b"(Pdb) ") == 3 - len(commands):
+            os.write(terminal, commands.pop(0))
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, shown.decode()
     assert "rank 1" in shown.decode()

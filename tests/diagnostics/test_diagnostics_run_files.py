@@ -23,7 +23,7 @@ def read(folder: Path) -> Run:
 
 
 def values(run: Run, name: str) -> list[tuple[int, float]]:
-    (curve,) = [one for one in run.curves() if one.name == name]
+    (curve,) = [curve for curve in run.curves() if curve.name == name]
     return list(zip(curve.steps, curve.values, strict=True))
 
 
@@ -73,7 +73,7 @@ def test_best_values_use_the_direction_of_the_metric(tmp_path: Path) -> None:
     records += [record(n, lossy=float(n)) for n in (1, 2, 3)]
     directions = {"noisy/wer": False, "wers": False, "a/f1": False, "b/f1": True}
     known = write_folder(tmp_path / "known", records, environment={"higher_is_better": directions})
-    best = {name: one.best_step for name, one in read(known).extremes().items()}
+    best = {name: extreme.best_step for name, extreme in read(known).extremes().items()}
     # Nothing says which values of a score are better, so none is shown as the best.
     expected = dict.fromkeys(("score", "terrain"))
     expected |= dict.fromkeys(("val_loss", "wer", "noisy/wer", "far/wer", "wers/noisy"), 1)
@@ -110,7 +110,7 @@ def test_the_status_of_an_empty_folder_is_unknown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("last", "status"),
+    ("event", "status"),
     [
         ({"event": "start"}, ("unknown", "killed")),
         ({"event": "end", "text": ""}, ("ended", "")),
@@ -119,11 +119,11 @@ def test_the_status_of_an_empty_folder_is_unknown(tmp_path: Path) -> None:
     ],
 )
 def test_the_status_follows_from_the_last_event(
-    last: dict[str, object], status: tuple[str, str], tmp_path: Path
+    event: dict[str, object], status: tuple[str, str], tmp_path: Path
 ) -> None:
-    folder = write_folder(tmp_path / "run", events=[{"event": "start"}, last])
-    found, reason = read(folder).status()
-    assert found == status[0]
+    folder = write_folder(tmp_path / "run", events=[{"event": "start"}, event])
+    actual, reason = read(folder).status()
+    assert actual == status[0]
     assert status[1] in reason
 
 

@@ -48,7 +48,7 @@ def ask(
 
 def test_runs_and_records(server: RunServer, tmp_path: Path) -> None:
     status, text = ask(server, "/api/runs")
-    entries = {one["id"]: one for one in json.loads(text)}
+    entries = {entry["id"]: entry for entry in json.loads(text)}
     assert status == 200
     assert set(entries) == {"nested/slow", "nested/fast"}
     assert entries["nested/slow"]["step"] == 100
@@ -56,12 +56,12 @@ def test_runs_and_records(server: RunServer, tmp_path: Path) -> None:
     def get(stamp: str) -> tuple[int, str]:
         return ask(server, f"/api/run?{urlencode({'id': 'nested/slow', 'stamp': stamp})}")
 
-    found: dict[str, Any] = json.loads(get("")[1])
-    assert found["run"]["metrics"]["val/accuracy"]["last"] == 0.98
-    assert get(found["stamp"]) == (204, "")
+    data: dict[str, Any] = json.loads(get("")[1])
+    assert data["run"]["metrics"]["val/accuracy"]["last"] == 0.98
+    assert get(data["stamp"]) == (204, "")
     with (tmp_path / "runs/nested/slow/metrics.jsonl").open("a") as file:
         file.write(lines([record(150, "val", accuracy=0.5)]))
-    status, text = get(found["stamp"])
+    status, text = get(data["stamp"])
     assert status == 200
     assert json.loads(text)["run"]["metrics"]["val/accuracy"]["last"] == 0.5
 
@@ -147,8 +147,8 @@ def test_a_port_in_use_is_an_error_with_a_remedy(
 ) -> None:
     from stepwrap.runner.command.cli import main
 
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
         assert main(["serve", str(tmp_path), "--port", str(port)]) == 2
     assert (
         f"stepwrap serve: port {port} of 127.0.0.1 is in use; choose another one with "

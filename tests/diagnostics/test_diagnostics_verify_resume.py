@@ -86,9 +86,9 @@ def test_state_outside_checkpoints_is_named(
 ) -> None:
     assert main(["verify-resume", str(config), *overrides]) == 1
     shown = capsys.readouterr()
-    (head,) = [one for one in shown.out.splitlines() if one.startswith("step ")]
+    (head,) = [text for text in shown.out.splitlines() if text.startswith("step ")]
     assert head.startswith(difference), shown
-    assert any(f"  {place} " in shown.out for place in unsaved_parts.lines_with(line)), shown
+    assert any(f"  {site} " in shown.out for site in unsaved_parts.lines_with(line)), shown
 
 
 @pytest.mark.slow
@@ -101,14 +101,14 @@ def test_lines_that_draw_or_change_attributes_are_seen(
         trace = f"hooks.trace={{type: {TraceHook.__module__}.TraceHook, folder: {lines}, rank: 0}}"
         words = [str(config), *overrides, trace, "train.max_epochs=1", "hooks.log=false"]
         assert main(["train", *words, "--run-dir", f"run_{number}"]) == 0
-        seen = [
+        events = [
             json.loads(row) for file in lines.iterdir() for row in file.read_text().splitlines()
         ]
-        places = {place for _, _, _, place in seen}
-        assert places & {*unsaved_parts.lines_with(line)}, (overrides, seen)
+        sites = {site for _, _, _, site in events}
+        assert sites & {*unsaved_parts.lines_with(line)}, (overrides, events)
         by_workers = overrides[0].startswith("data.train=") or WORKERS in overrides
-        assert {in_worker for _, in_worker, _, _ in seen} == {by_workers}, [
-            one for one in seen if one[1] != by_workers
+        assert {in_worker for _, in_worker, _, _ in events} == {by_workers}, [
+            event for event in events if event[1] != by_workers
         ]
 
 
@@ -176,18 +176,18 @@ def test_a_run_that_resumes_exactly_passes_and_is_kept(
 @pytest.mark.slow
 def test_all_ranks_are_killed_and_compared(start: Start, config: Path) -> None:
     words = ["verify-resume", config, "--nproc=2", "wrapper={type: ddp}", "train.max_epochs=4"]
-    whole = start(*words)
-    assert whole.process.communicate(timeout=LIMIT_S)[0].splitlines()[1:] == [
+    uninterrupted = start(*words)
+    assert uninterrupted.process.communicate(timeout=LIMIT_S)[0].splitlines()[1:] == [
         "killed at step 9, resumed from the checkpoint of step 7",
         f"the same in both runs: {SAME}",
     ]
-    assert whole.wait_gone() == []
+    assert uninterrupted.wait_gone() == []
     noisy = start(*words, "hooks.noise={type: unsaved_parts.OnRankOne}")
     out, err = noisy.process.communicate(timeout=LIMIT_S)
     assert (noisy.process.returncode, err) == (1, ""), out
     head, cause = out.splitlines()[-2:]
     assert head == "step 9, rank 1: the numpy random state differs"
-    assert any(place in cause for place in unsaved_parts.lines_with("np.random.rand(self.count)"))
+    assert any(site in cause for site in unsaved_parts.lines_with("np.random.rand(self.count)"))
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def plain_gan(model: Any, batches: Batches) -> None:
 
 def windows(model: nn.Module, batches: Batches, length: int, backward: Any) -> None:
     """Train with AdamW and clipping; ``backward(batch)`` adds to the gradients."""
-    weights = [one for one in model.parameters() if one.requires_grad]
+    weights = [param for param in model.parameters() if param.requires_grad]
     optimizer = adamw(weights)
     for at, batch in enumerate(batches):
         backward(batch, length)
@@ -102,9 +102,9 @@ def windows(model: nn.Module, batches: Batches, length: int, backward: Any) -> N
 def plain_gradient_penalty(model: Any, batches: Batches) -> None:
     def backward(batch: Any, length: int) -> None:
         images, labels = batch[0].clone().requires_grad_(), batch[1]
-        each = cross_entropy(model.net(images), labels, reduction="none")
-        slopes = torch.autograd.grad(each.sum(), images, create_graph=True)[0].flatten(1)
-        ((each + 0.1 * slopes.square().sum(1)).mean() / length).backward()
+        losses = cross_entropy(model.net(images), labels, reduction="none")
+        slopes = torch.autograd.grad(losses.sum(), images, create_graph=True)[0].flatten(1)
+        ((losses + 0.1 * slopes.square().sum(1)).mean() / length).backward()
 
     windows(model, batches, 2, backward)
 
@@ -116,11 +116,11 @@ def plain_sam(model: Any, batches: Batches) -> None:
         return torch.autograd.grad(cross_entropy(net(batch[0]), batch[1]), list(net.parameters()))
 
     def backward(batch: Any, length: int) -> None:
-        first = gradients(model.net, batch)
-        norm = torch.cat([one.flatten() for one in first]).norm()
+        slopes = gradients(model.net, batch)
+        norm = torch.cat([slope.flatten() for slope in slopes]).norm()
         above = copy.deepcopy(model.net)
         with torch.no_grad():
-            for weight, slope in zip(above.parameters(), first, strict=True):
+            for weight, slope in zip(above.parameters(), slopes, strict=True):
                 weight += 0.05 * slope / (norm + 1e-12)
         for weight, slope in zip(weights, gradients(above, batch), strict=True):
             weight.grad = slope / length + (0 if weight.grad is None else weight.grad)
@@ -157,8 +157,8 @@ def plain_tbptt(model: Any, batches: Batches) -> None:
 
     def backward(batch: Any, length: int) -> None:
         before = states[-1] if states and batch[2][0, 1] else None
-        out, last = model.gru(model.characters(batch[0]), before)
-        states.append(last.detach())
+        out, final_state = model.gru(model.characters(batch[0]), before)
+        states.append(final_state.detach())
         cross_entropy(model.head(out).flatten(0, 1), batch[1].flatten()).backward()
 
     windows(model, batches, 1, backward)
@@ -195,14 +195,14 @@ def teacher() -> nn.Module:
 def digit_batches() -> Batches:
     data = Digits("train", "float64")
     rows = [slice(at * SIZE, (at + 1) * SIZE) for at in range(COUNT)]
-    return [(data.images[one], data.labels[one]) for one in rows]
+    return [(data.images[indices], data.labels[indices]) for indices in rows]
 
 
 def text_batches() -> Batches:
     data = streams.SourceStreams(streams=SIZE, block=8, limit=COUNT * SIZE)
     samples = [data[at] for at in range(COUNT * SIZE)]
-    parts = [samples[at * SIZE : (at + 1) * SIZE] for at in range(COUNT)]
-    return [tuple(map(torch.stack, zip(*part, strict=True))) for part in parts]
+    batches = [samples[at * SIZE : (at + 1) * SIZE] for at in range(COUNT)]
+    return [tuple(map(torch.stack, zip(*batch, strict=True))) for batch in batches]
 
 
 @dataclass
@@ -213,7 +213,7 @@ class Step:
     plain: Callable[[Any, Batches], None]
     model: Callable[[], nn.Module] = supervised
     optims: Callable[[Any], Any] = lambda model: OptimWrapper(
-        adamw([one for one in model.parameters() if one.requires_grad]), 2, {"max_norm": 1.0}
+        adamw([param for param in model.parameters() if param.requires_grad]), 2, {"max_norm": 1.0}
     )
     batches: Callable[[], Batches] = digit_batches
     shard: list[str] = field(default_factory=lambda: ["Conv2d", "Linear"])
@@ -266,8 +266,8 @@ STEPS = {
 
 
 def rebased(cls: Any, base: Any) -> Any:
-    own = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
-    return type(f"{cls.__name__}On{base.__name__}", (base,), own)
+    members = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    return type(f"{cls.__name__}On{base.__name__}", (base,), members)
 
 
 def fresh_model(step: Step) -> nn.Module:
@@ -304,9 +304,11 @@ def stepped(name: str, wrapper: str, **options: Any) -> dict[str, Tensor] | str:
         before = whole_weights(model.module)
         optims = step.optims(model)
         for batch in step.batches():
-            own = wrapper not in (*ALONE, "tensor")
-            part = [one[dist.get_rank() :: 2] if own else one for one in batch]
-            model.train_step(part, optims)
+            is_divided = wrapper not in (*ALONE, "tensor")
+            rank_batch = [
+                tensor[dist.get_rank() :: 2] if is_divided else tensor for tensor in batch
+            ]
+            model.train_step(rank_batch, optims)
         return whole_weights(model.module)
     except (RuntimeError, ValueError, TypeError) as error:
         if model is not None:
@@ -316,4 +318,4 @@ def stepped(name: str, wrapper: str, **options: Any) -> dict[str, Tensor] | str:
 
 def stepped_in_group(name: str) -> dict[str, Any]:
     """Return the results of all wrappers of several ranks."""
-    return {one: stepped(name, one) for one in BASES if one not in ALONE}
+    return {base: stepped(name, base) for base in BASES if base not in ALONE}

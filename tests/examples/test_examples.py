@@ -77,12 +77,12 @@ def of_parameter_server(out: str) -> None:
 def of_model_server(out: str) -> None:
     """Both evaluators load the trainer's versions."""
     for name in ("validator", "tester"):
-        found = re.findall(rf"^{name}: version (\d), accuracy (\S+)$", out, flags=re.MULTILINE)
-        versions = [int(version) for version, _ in found]
+        matches = re.findall(rf"^{name}: version (\d), accuracy (\S+)$", out, flags=re.MULTILINE)
+        versions = [int(version) for version, _ in matches]
         assert versions == sorted(set(versions))
         assert versions[0] >= 1
         assert versions[-1] == 8
-        assert float(found[-1][1]) > 0.9
+        assert float(matches[-1][1]) > 0.9
     line = re.compile(r"(validator|tester): version \d, accuracy \S+")
     assert all(map(line.fullmatch, out.splitlines()))
 
@@ -130,9 +130,9 @@ def test_the_loop_in_one_process() -> None:
 def test_the_statistic_of_the_replication_callback_is_of_the_whole_batch() -> None:
     train = runpy.run_path(str(EXAMPLES / "replication_callback.py"))["train"]
     three, _ = train(["cpu"] * 3, steps=5)
-    one, _ = train(["cpu"], steps=5)
+    alone, _ = train(["cpu"], steps=5)
     assert three.abs().max() > 0.1
-    assert torch.allclose(three, one, atol=1e-6, rtol=0)
+    assert torch.allclose(three, alone, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", LONGEST)

@@ -45,17 +45,17 @@ def loss_of(net: nn.Module, batch: list[Tensor]) -> Tensor:
 def plain_sam(net: nn.Module, batch: list[Tensor], scaler: Any) -> None:
     weights = list(net.parameters())
     slopes = torch.autograd.grad(scaler.scale(loss_of(net, batch)), weights)
-    slopes = tuple(one / scaler.get_scale() for one in slopes)
-    norm = torch.cat([one.flatten() for one in slopes]).norm()
+    slopes = tuple(slope / scaler.get_scale() for slope in slopes)
+    norm = torch.cat([slope.flatten() for slope in slopes]).norm()
     assert norm > 0
-    before = [one.detach().clone() for one in weights]
+    before = [weight.detach().clone() for weight in weights]
     with torch.no_grad():
-        for one, slope in zip(weights, slopes, strict=True):
-            one += RADIUS * slope / norm
+        for param, slope in zip(weights, slopes, strict=True):
+            param += RADIUS * slope / norm
     (scaler.scale(loss_of(net, batch)) / 2).backward()
     with torch.no_grad():
-        for one, weight in zip(weights, before, strict=True):
-            one.copy_(weight)
+        for param, weight in zip(weights, before, strict=True):
+            param.copy_(weight)
 
 
 def plain_penalty(net: nn.Module, batch: list[Tensor], scaler: Any) -> None:
@@ -77,7 +77,7 @@ def test_small_gradients_are_not_lost(
 ) -> None:
     """The weights equal plain PyTorch, with accumulation and an initial scale that is too large."""
     monkeypatch.setattr(gradient_penalty, "WEIGHT", WEIGHT)
-    first, scales = 2.0**40, {"init_scale": 2.0**40, "backoff_factor": 2.0**-16}
+    init_scale, scales = 2.0**40, {"init_scale": 2.0**40, "backoff_factor": 2.0**-16}
     plain = model().net
     optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3)
     scaler = torch.amp.GradScaler("cpu", **scales)
@@ -93,8 +93,8 @@ def test_small_gradients_are_not_lost(
         torch.optim.AdamW(wrapper.parameters(), lr=3e-3), 2, dtype="float16", loss_scale=scales
     )
     logs = [wrapper.train_step(batch, amp) for batch in data]
-    assert amp.loss_scaler.get_scale() == scaler.get_scale() < first
-    assert all(torch.stack([*one.values()]).isfinite().all() for one in logs[lost:])
+    assert amp.loss_scaler.get_scale() == scaler.get_scale() < init_scale
+    assert all(torch.stack([*log.values()]).isfinite().all() for log in logs[lost:])
     expected = dict(plain.state_dict())
     for name, value in wrapper.module.net.state_dict().items():
         assert (value - expected[name]).abs().max() <= 1e-5, name

@@ -118,7 +118,7 @@ def images_and_labels() -> tuple[Tensor, Tensor]:
 
 
 def data() -> list[Any]:
-    return list(zip(*(one.split(SIZE) for one in images_and_labels()), strict=True))
+    return list(zip(*(tensor.split(SIZE) for tensor in images_and_labels()), strict=True))
 
 
 def net(kind: type[Net] = Net) -> Net:
@@ -167,7 +167,7 @@ PARTS: dict[str, tuple[type[Net], Any, Any, Any]] = {
     "partial": (Net, Loop, wrapped, PLAIN),
     "callable-object": (Net, once, wrapped, Step()),
     "bound-method": (Stepping, once, wrapped, Step().run),
-    "lambda": (Net, Loop, wrapped, lambda wrapper, *rest: step(wrapper, *rest, 1.0)),
+    "lambda": (Net, Loop, wrapped, lambda wrapper, *arguments: step(wrapper, *arguments, 1.0)),
 }  # fmt: skip
 
 
@@ -190,8 +190,8 @@ def test_custom_parts(name: str, tmp_path: Path) -> None:
 
 def test_the_page_lists_the_members_of_an_optimizer_wrapper() -> None:
     listed = PAGE.split("an optimizer wrapper with ")[1].split(", an object")[0]
-    made = Optimization([nn.Parameter(torch.ones(1))])
-    public = {name for name in dir(made) if not name.startswith("_")}
+    optimization = Optimization([nn.Parameter(torch.ones(1))])
+    public = {name for name in dir(optimization) if not name.startswith("_")}
     assert set(re.findall(r"`(\w+)`", listed)) == public - {"optimizer"}
 
 
@@ -233,20 +233,20 @@ def test_schedulers_hooks_and_checkpoints(named: bool, tmp_path: Path) -> None:
             model,
             loop,
             optim_wrapper=optim,
-            hooks={f"my_{i}": one for i, one in enumerate(hooks)} if named else hooks,
+            hooks={f"my_{i}": hook for i, hook in enumerate(hooks)} if named else hooks,
             run_dir=tmp_path / folder,
             train_step=partial(step, factor=1.0),
         )
         runner.train(resume=resume)
         return model, watch.losses
 
-    whole, losses = run("whole", 4)
-    assert torch.equal(whole.layer.weight, by_hand([RATE / 2**i for i in range(4)]))
+    uninterrupted, losses = run("whole", 4)
+    assert torch.equal(uninterrupted.layer.weight, by_hand([RATE / 2**i for i in range(4)]))
     assert len(losses) == 4
     run("part", 2)
-    again, last = run("part", 4, resume=True)
-    assert torch.equal(again.layer.weight, whole.layer.weight)
-    assert last == losses[2:]
+    again, losses_after = run("part", 4, resume=True)
+    assert torch.equal(again.layer.weight, uninterrupted.layer.weight)
+    assert losses_after == losses[2:]
 
 
 def slower(wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
@@ -294,5 +294,7 @@ def test_steps_that_change_the_rate_or_skip_updates(
     assert torch.equal(model.layer.weight, by_hand(rates))
     assert len(records) == 4
     if train_step is slower:
-        assert [one["own_rate"] for one in records] == pytest.approx([one / 2 for one in rates])
+        assert [record["own_rate"] for record in records] == pytest.approx(
+            [rate / 2 for rate in rates]
+        )
         assert records[0]["per_image"] == pytest.approx(data()[0][0].mean().item())

@@ -56,7 +56,7 @@ def changes(name: str, updates: int, ranks: int = 1) -> list[str]:
         data = [f"streams={runs.SIZE}", "block=8", f"limit={runs.COUNT * runs.SIZE}"]
     return [
         *MODELS[name],
-        *(f"data.train.dataset.{one}" for one in data),
+        *(f"data.train.dataset.{name}" for name in data),
         f"data.train.batch_size={runs.SIZE // ranks}",
         "data.train.shuffle=false",
         "data.val=null",
@@ -110,39 +110,41 @@ def run_alone(name: str, run: str, updates: int) -> None:
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in STEPS if name not in QUICK))])
 def test_a_step_in_one_process(name: str, folder: Path) -> None:
     """The weights equal plain PyTorch, also after a resume; every update is logged."""
-    last = updates_of(name)
-    run_alone(name, "run", last)
-    found, plain = weights_in(folder / "run", last), expected(name)
-    assert apart({key: found[key] for key in plain}, plain) <= TOLERANCE[name]
+    updates = updates_of(name)
+    run_alone(name, "run", updates)
+    weights, plain = weights_in(folder / "run", updates), expected(name)
+    assert apart({key: weights[key] for key in plain}, plain) <= TOLERANCE[name]
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    assert len(records) == last
+    assert len(records) == updates
     assert all(LOGS[name] <= record.keys() for record in records)
-    command(name, "part", last // 2)
-    command(name, "part", last, "--resume")
-    again = weights_in(folder / "part", last)
-    assert all(torch.equal(again[key], found[key]) for key in found)
+    command(name, "part", updates // 2)
+    command(name, "part", updates, "--resume")
+    again = weights_in(folder / "part", updates)
+    assert all(torch.equal(again[key], weights[key]) for key in weights)
 
 
 def train(name: str, folder: Path, more: list[str]) -> tuple[dict[str, Tensor], bool]:
     """Train on half of each batch; return the weights, and whether a resume gives the same."""
     gan.DigitGan.noise = runs.fixed_noise  # type: ignore[method-assign]
-    last = updates_of(name)
-    found = []
+    updates = updates_of(name)
+    weights_by_run = []
     with doubles():
-        for run, ends in (("run", [last]), ("part", [last // 2, last])):
+        for run, ends in (("run", [updates]), ("part", [updates // 2, updates])):
             for end in ends:
                 words = [*changes(name, end, 2), f"run_dir={folder / run}", *more]
                 runner = Runner.from_config(load_config(FOLDER / f"{name}.yaml", words))
                 runner.train(resume=end != ends[0])
-            found.append(runs.whole_weights(runner.state.model.module))
-    return found[0], all(torch.equal(found[1][key], found[0][key]) for key in found[0])
+            weights_by_run.append(runs.whole_weights(runner.state.model.module))
+    return weights_by_run[0], all(
+        torch.equal(weights_by_run[1][key], weights_by_run[0][key]) for key in weights_by_run[0]
+    )
 
 
 def check_two_ranks(name: str, folder: Path, *more: str) -> None:
     plain = expected(name)
-    for found, same in run_ranks(train, 2, name, folder, list(more)):
-        assert apart(found, plain) <= TOLERANCE[name]
+    for weights, same in run_ranks(train, 2, name, folder, list(more)):
+        assert apart(weights, plain) <= TOLERANCE[name]
         assert same
 
 

@@ -60,14 +60,18 @@ def test_the_table_has_every_step_and_wrapper() -> None:
 def test_a_cell(name: str, wrapper: str, word: str) -> None:
     """The weights equal plain PyTorch on the whole batch, or the error names a remedy."""
     alone = wrapper in runs.ALONE
-    found = [stepped(name, wrapper)] if alone else [one[wrapper] for one in in_group(name)]
-    for one in found:
+    results = (
+        [stepped(name, wrapper)]
+        if alone
+        else [by_wrapper[wrapper] for by_wrapper in in_group(name)]
+    )
+    for result in results:
         if word == "error":
-            assert isinstance(one, str)
-            assert MESSAGES[name, wrapper] in one
+            assert isinstance(result, str)
+            assert MESSAGES[name, wrapper] in result
         else:
-            assert not isinstance(one, str), one
-            assert apart(one, plain(name)) <= runs.TOLERANCE[name]
+            assert not isinstance(result, str), result
+            assert apart(result, plain(name)) <= runs.TOLERANCE[name]
 
 
 def gan_as_a_whole(shard: list[str] | None) -> Any:
@@ -76,8 +80,8 @@ def gan_as_a_whole(shard: list[str] | None) -> Any:
 
 @pytest.mark.parametrize("shard", [None, ["generator"]])
 def test_a_network_that_is_used_outside_the_wrapper_is_named(shard: list[str] | None) -> None:
-    for found in run_ranks(gan_as_a_whole, 2, shard):
-        assert "used outside, where they are shards" in found
+    for message in run_ranks(gan_as_a_whole, 2, shard):
+        assert "used outside, where they are shards" in message
 
 
 def static_graph() -> Any:
@@ -85,17 +89,17 @@ def static_graph() -> Any:
 
 
 def test_a_gradient_of_a_gradient_needs_a_dynamic_graph() -> None:
-    assert all("leave static_graph out" in one for one in run_ranks(static_graph, 2))
+    assert all("leave static_graph out" in message for message in run_ranks(static_graph, 2))
 
 
 class Smooth(SupervisedModel):
     """The example's penalty, computed inside the forward."""
 
-    def forward(self, *items: Any, mode: str = "tensor", **named: Any) -> Any:
+    def forward(self, *inputs: Any, mode: str = "tensor", **named: Any) -> Any:
         if mode != "loss":
-            return super().forward(*items, mode=mode, **named)
-        images = items[0].detach().requires_grad_()
-        loss = nn.functional.cross_entropy(self.net(images), items[1])
+            return super().forward(*inputs, mode=mode, **named)
+        images = inputs[0].detach().requires_grad_()
+        loss = nn.functional.cross_entropy(self.net(images), inputs[1])
         (slope,) = torch.autograd.grad(loss * len(images), images, create_graph=True)
         return {"loss": loss + 0.1 * slope.flatten(1).square().sum(1).mean()}
 
@@ -107,17 +111,17 @@ def penalty_inside(shard: list[str] | None) -> dict[str, Tensor] | str:
     optims = OptimWrapper(runs.adamw(wrapper.parameters()), 2, {"max_norm": 1.0})
     try:
         for batch in runs.digit_batches():
-            wrapper.train_step([one[dist.get_rank() :: 2] for one in batch], optims)
+            wrapper.train_step([tensor[dist.get_rank() :: 2] for tensor in batch], optims)
     except RuntimeError as error:
         return str(error)
     return whole_weights(model)
 
 
 def test_a_penalty_inside_of_a_sharded_forward() -> None:
-    for found in run_ranks(penalty_inside, 2, None):
-        assert apart(found, plain("gradient_penalty")) <= 1e-12
-    for found in run_ranks(penalty_inside, 2, ["Conv2d"]):
-        assert "blocks that fsdp has freed" in found
+    for weights in run_ranks(penalty_inside, 2, None):
+        assert apart(weights, plain("gradient_penalty")) <= 1e-12
+    for message in run_ranks(penalty_inside, 2, ["Conv2d"]):
+        assert "blocks that fsdp has freed" in message
 
 
 def search_uneven() -> Any:
@@ -130,7 +134,7 @@ def search_uneven() -> Any:
 
 
 def test_no_search_over_uneven_shards() -> None:
-    assert all(one.startswith("LBFGS takes all") for one in run_ranks(search_uneven, 2))
+    assert all(message.startswith("LBFGS takes all") for message in run_ranks(search_uneven, 2))
 
 
 def sharing_a_forward(careless: str) -> str:
@@ -146,7 +150,10 @@ def sharing_a_forward(careless: str) -> str:
     base = runs.BASES["ddp"]
     model = type("Careless", (base,), {"train_step": train_step})(runs.supervised())
     optims = OptimWrapper(runs.adamw(model.parameters()))
-    data = [one.float() if one.is_floating_point() else one for one in runs.digit_batches()[0]]
+    data = [
+        tensor.float() if tensor.is_floating_point() else tensor
+        for tensor in runs.digit_batches()[0]
+    ]
     with pytest.raises(RuntimeError, match="gradients would differ between ranks") as caught:
         model.train_step(data, optims)
     message = str(caught.value)
@@ -159,5 +166,5 @@ def sharing_a_forward(careless: str) -> str:
 
 @pytest.mark.parametrize("careless", ["twice", "outside"])
 def test_a_backward_that_averages_nothing_is_an_error(careless: str) -> None:
-    found = run_ranks(partial(sharing_a_forward, careless), 2)
-    assert all("Careless.train_step" in one for one in found)
+    messages = run_ranks(partial(sharing_a_forward, careless), 2)
+    assert all("Careless.train_step" in message for message in messages)

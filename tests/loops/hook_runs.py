@@ -89,13 +89,13 @@ def scripted(*values: float, higher_is_better: bool | None = None) -> Metric:
 
 def rates(optimizer: Optimizer, steps: int, *schedulers: Any) -> list[list[float]]:
     """Return the rates of all groups at each step of schedulers that are stepped by hand."""
-    found = []
+    rates_by_step = []
     for _ in range(steps):
-        found.append([group["lr"] for group in optimizer.param_groups])
+        rates_by_step.append([group["lr"] for group in optimizer.param_groups])
         optimizer.step()
         for scheduler in schedulers:
             scheduler.step()
-    return found
+    return rates_by_step
 
 
 def weights(state: LoopState) -> list[Tensor]:
@@ -143,16 +143,16 @@ class Terminal:
         """
         screen = pyte.HistoryScreen(self._size[1], self._size[0], history=1000, ratio=1.0)
         stream = pyte.Stream(screen)
-        found: list[list[str]] = []
-        for part in re.split(r"(\x1b\]resize;\d+;\d+\x07|\r\x1b\[J)", self.text()):
-            if part == "\r\x1b[J":
-                found.append([row.rstrip() for row in screen.display])
-            if part.startswith("\x1b]resize"):
-                screen.resize(*map(int, part[:-1].split(";")[1:]))
+        terminal_screens: list[list[str]] = []
+        for output in re.split(r"(\x1b\]resize;\d+;\d+\x07|\r\x1b\[J)", self.text()):
+            if output == "\r\x1b[J":
+                terminal_screens.append([row.rstrip() for row in screen.display])
+            if output.startswith("\x1b]resize"):
+                screen.resize(*map(int, output[:-1].split(";")[1:]))
             else:
-                stream.feed(part)
+                stream.feed(output)
         above = ["".join(row[x].data for x in range(screen.columns)) for row in screen.history.top]
-        return [*found, [row.rstrip() for row in [*above, *screen.display]]]
+        return [*terminal_screens, [row.rstrip() for row in [*above, *screen.display]]]
 
     def _set_size(self, rows: int, columns: int) -> None:
         size = struct.pack("HHHH", rows, columns, 0, 0)
@@ -161,6 +161,6 @@ class Terminal:
     def _read(self) -> None:
         # On Linux, reading a pseudo-terminal without writers raises OSError.
         with contextlib.suppress(OSError):
-            while part := os.read(self._reading, 65536):
-                self._parts.append(part)
+            while chunk := os.read(self._reading, 65536):
+                self._parts.append(chunk)
         os.close(self._reading)

@@ -78,11 +78,11 @@ def weights_of(state: LoopState) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def assert_identical(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+def assert_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Fail unless both have the same names and bit-identical tensors."""
-    assert left.keys() == right.keys()
-    for name, value in left.items():
-        assert torch.equal(value, right[name]), name
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        assert torch.equal(value, expected[name]), name
 
 
 # The text that a recorder appends at each event.

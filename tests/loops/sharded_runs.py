@@ -96,13 +96,13 @@ def train(state: LoopState, indices: Iterable[int]) -> None:
 
 def contents(state: LoopState) -> dict[str, Tensor]:
     """Return whole weights, averages and optimizer state; every rank must call this."""
-    found = {f"model.{k}": v for k, v in weights_of(state.model.module).items()}
+    tensors = {f"model.{k}": v for k, v in weights_of(state.model.module).items()}
     average = state.stateful["hooks.ema"].state_dict()["model"]
-    found |= {f"ema.{k}": v for k, v in average.items()}
+    tensors |= {f"ema.{k}": v for k, v in average.items()}
     for key, values in state.optim_wrapper.state_dict()["state"].items():
-        found |= {f"optim.{key}.{name}": value for name, value in values.items()}
+        tensors |= {f"optim.{key}.{name}": value for name, value in values.items()}
     wholes = {}
-    for name, value in found.items():
+    for name, value in tensors.items():
         value = value.full_tensor() if isinstance(value, DTensor) else value
         wholes[name] = value.detach().clone()
     return wholes
@@ -110,18 +110,20 @@ def contents(state: LoopState) -> dict[str, Tensor]:
 
 def gradients(state: LoopState) -> list[Tensor | None]:
     """Return whole gradients; every rank must call this."""
-    found: list[Tensor | None] = []
+    grads: list[Tensor | None] = []
     for param in state.model.parameters():
         grad = param.grad
         if grad is None:
-            found.append(None)
+            grads.append(None)
             continue
         if not isinstance(grad, DTensor):
             grad = as_dtensor(grad, layout_of(param))
-        found.append((grad.full_tensor() if isinstance(grad, DTensor) else grad).clone())
-    return found
+        grads.append((grad.full_tensor() if isinstance(grad, DTensor) else grad).clone())
+    return grads
 
 
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     """Return whether both have the same names and bit-identical tensors."""
-    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+    return actual.keys() == expected.keys() and all(
+        torch.equal(actual[n], expected[n]) for n in actual
+    )

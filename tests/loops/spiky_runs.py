@@ -95,15 +95,15 @@ def train(
 
 def all_of(state: LoopState) -> dict[str, Any]:
     """Return copies of weights, buffers, optimizer state and this rank's random stream."""
-    parts: dict[str, Any] = {n: v.detach() for n, v in state.model.state_dict().items()}
+    entries: dict[str, Any] = {n: v.detach() for n, v in state.model.state_dict().items()}
     for index, slot in state.optim_wrapper.state_dict()["state"].items():
-        parts |= {f"{index}.{name}": value for name, value in slot.items()}
-    tensors = {n: v for n, v in parts.items() if isinstance(v, Tensor)}
+        entries |= {f"{index}.{name}": value for name, value in slot.items()}
+    tensors = {n: v for n, v in entries.items() if isinstance(v, Tensor)}
     tensors = {n: v.to_local() if hasattr(v, "to_local") else v for n, v in tensors.items()}
     return {n: v.clone() for n, v in tensors.items()} | {"stream": torch.get_rng_state()}
 
 
-def differing(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
+def differing(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """Return the names of all values that differ in any bit."""
-    assert left.keys() == right.keys()
-    return [name for name, value in left.items() if not torch.equal(value, right[name])]
+    assert actual.keys() == expected.keys()
+    return [name for name, value in actual.items() if not torch.equal(value, expected[name])]

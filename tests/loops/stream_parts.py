@@ -55,10 +55,10 @@ class Lines(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        parts, part = (1, 0) if info is None else (info.num_workers, info.id)
-        own = range(len(self.data))[self.of[0] :: self.of[1]][part::parts]
+        num_workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
+        rows = range(len(self.data))[self.of[0] :: self.of[1]][worker::num_workers]
         self.orders.setstate(self.start)
-        order = self.orders.sample(own, len(own))
+        order = self.orders.sample(rows, len(rows))
         while self.at < len(order):
             self.at += 1
             yield noisy(self.data[order[self.at - 1]])
@@ -88,7 +88,7 @@ def batch_at(at: int) -> tuple[Tensor, ...]:
     """Return a batch of three samples with noise."""
     data = make_data(SAMPLES)
     pairs = [noisy(data[index]) for index in range(at * 3, at * 3 + 3)]
-    return tuple(torch.stack(part) for part in zip(*pairs, strict=True))
+    return tuple(torch.stack(tensors) for tensors in zip(*pairs, strict=True))
 
 
 class OwnLoader:
@@ -195,7 +195,7 @@ class SaveAll(Hook):
         self.read: list[list[Tensor]] = []
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
-        self.read.append([part.clone() for part in batch])
+        self.read.append([tensor.clone() for tensor in batch])
 
     def on_save_point(self, state: LoopState) -> None:
         if self.folder is not None:

@@ -86,16 +86,18 @@ def test_by_updates_and_the_last_ones(
 def test_a_save_reads_each_kept_checkpoint_only_once(tmp_path: Path) -> None:
     hook = CheckpointHook(every_steps=1, every_epochs=None, keep_last=None)
     settings = {"val_loop": None}
-    read = calls_of("read_meta", lambda: train(new_state(run_dir=tmp_path), [hook], **settings))
+    num_reads = calls_of(
+        "read_meta", lambda: train(new_state(run_dir=tmp_path), [hook], **settings)
+    )
     assert len(saved(tmp_path)) == 8
     # The last step is saved again at the end of its epoch.
-    assert read == sum(range(8)) + 8
+    assert num_reads == sum(range(8)) + 8
 
 
 def test_in_the_iteration_loop_after_the_validation_of_the_same_update(tmp_path: Path) -> None:
     hook = CheckpointHook(every_steps=3, keep_best="error", mode="min", keep_last=None)
-    val = ValLoop(loader(8), metrics())
-    loop = IterTrainLoop(loader(), max_steps=7, val_loop=val, val_interval=3)
+    val_loop = ValLoop(loader(8), metrics())
+    loop = IterTrainLoop(loader(), max_steps=7, val_loop=val_loop, val_interval=3)
     loop.run(new_state(run_dir=tmp_path), HookList([hook]))
     # Four updates are a pass over the data, without a validation at its end.
     assert [(meta["step"], list(meta["metrics"])) for meta in saved(tmp_path)] == [
@@ -123,14 +125,14 @@ def test_the_best_one_by_the_direction_of_the_metric(
 ) -> None:
     """The direction of both metrics follows from their names."""
     caplog.set_level(logging.INFO)
-    kept = CheckpointHook(keep_last=1, keep_best=metric)
-    val = ValLoop(loader(8), {metric: scripted(0.1, 0.9, 0.5, 0.2)})
-    train(new_state(run_dir=tmp_path), [kept], epochs=4, val_loop=val)
+    checkpoint_hook = CheckpointHook(keep_last=1, keep_best=metric)
+    val_loop = ValLoop(loader(8), {metric: scripted(0.1, 0.9, 0.5, 0.2)})
+    train(new_state(run_dir=tmp_path), [checkpoint_hook], epochs=4, val_loop=val_loop)
     assert saved_steps(tmp_path) == [16, best]
     extreme = "lowest" if metric == "loss" else "highest"
     assert f"CheckpointHook: the best {metric} is the {extreme}" in caplog.messages
-    place = tmp_path / "checkpoints" / f"step_{best:08}"
-    assert f"saved checkpoint {place} ({extreme} {metric} so far)" in caplog.messages
+    path = tmp_path / "checkpoints" / f"step_{best:08}"
+    assert f"saved checkpoint {path} ({extreme} {metric} so far)" in caplog.messages
 
 
 def test_an_improvement_is_saved_between_the_intervals(tmp_path: Path) -> None:
@@ -215,9 +217,9 @@ def test_an_error_inside_a_step_is_not_reported_as_saved(
     with pytest.raises(OSError, match="disk"):
         train(new_state(run_dir=tmp_path, net=Failing(3, 1)), [CheckpointHook()])
     assert saved_steps(tmp_path) == []
-    place = tmp_path / "checkpoints" / "incomplete_step_00000002"
-    assert place.is_dir()
-    assert f"saved {place} after the error; a run resumed from it draws" in caplog.text
+    path = tmp_path / "checkpoints" / "incomplete_step_00000002"
+    assert path.is_dir()
+    assert f"saved {path} after the error; a run resumed from it draws" in caplog.text
     assert "saved checkpoint" not in caplog.text
 
 
@@ -239,18 +241,18 @@ def test_the_launcher_waits_for_a_save_after_an_error(
         seen: list[str] = []
 
         def state_dict(self) -> dict[str, Any]:
-            ListsLaunchFolder.seen = [path.name for path in place.iterdir()]
+            ListsLaunchFolder.seen = [path.name for path in folder.iterdir()]
             return {}
 
-    place = tmp_path / "launch"
-    place.mkdir()
-    monkeypatch.setenv("STEPWRAP_LAUNCH_DIR", str(place))
+    folder = tmp_path / "launch"
+    folder.mkdir()
+    monkeypatch.setenv("STEPWRAP_LAUNCH_DIR", str(folder))
     state = new_state(run_dir=tmp_path)
     state.stateful["hooks.lists"] = ListsLaunchFolder()  # type: ignore[assignment]
     with pytest.raises(OSError, match="disk"):
         train(state, [CheckpointHook(), failing(OSError("disk"), step=3)])
     assert ListsLaunchFolder.seen == ["saving_0"]
-    assert list(place.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 def test_a_checkpoint_that_can_not_be_removed(

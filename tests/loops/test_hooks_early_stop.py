@@ -74,10 +74,10 @@ def test_a_test_run_does_not_count() -> None:
 
 
 def test_a_resumed_run_keeps_its_patience() -> None:
-    first = EarlyStopHook("error", patience=3)
-    train(new_state(lr=0.0), [first], epochs=2)
+    stopped_hook = EarlyStopHook("error", patience=3)
+    train(new_state(lr=0.0), [stopped_hook], epochs=2)
     second = EarlyStopHook("error", patience=3)
-    second.load_state_dict(first.state_dict())
+    second.load_state_dict(stopped_hook.state_dict())
     assert train(new_state(lr=0.0), [second], epochs=9).epoch == 2
 
 
@@ -97,8 +97,8 @@ def test_a_resumed_run_keeps_its_patience() -> None:
 def test_the_direction_is_the_metrics_own(name: str, higher: bool | None, epochs: int) -> None:
     group, _, key = name.rpartition("/")
     metric = {key: scripted(1, 2, 3, 4, higher_is_better=higher)}
-    val = ValLoop(loader(8), {group: MetricCollection(metric)} if group else metric)
-    state = train(new_state(), [EarlyStopHook(name, patience=2)], epochs=4, val_loop=val)
+    val_loop = ValLoop(loader(8), {group: MetricCollection(metric)} if group else metric)
+    state = train(new_state(), [EarlyStopHook(name, patience=2)], epochs=4, val_loop=val_loop)
     assert state.epoch == epochs
     assert ("was lowest at 1 " in state.stop_reason) == (epochs == 3)
 
@@ -107,10 +107,10 @@ def test_the_direction_is_the_metrics_own(name: str, higher: bool | None, epochs
     "hook", [EarlyStopHook("score", patience=2), CheckpointHook(keep_best="score")]
 )
 def test_an_unknown_direction_is_an_error_before_training(hook: Hook, tmp_path: Path) -> None:
-    state, val = new_state(run_dir=tmp_path), ValLoop(loader(8), {"score": scripted(1)})
+    state, val_loop = new_state(run_dir=tmp_path), ValLoop(loader(8), {"score": scripted(1)})
     text = f"{type(hook).__name__}: mode must be given, since neither .* the name of 'score'"
     with pytest.raises(ValueError, match=text):
-        train(state, [hook], val_loop=val)
+        train(state, [hook], val_loop=val_loop)
     assert state.step == 0
 
 
@@ -128,14 +128,14 @@ def test_settings_out_of_range(settings: dict[str, Any], text: str) -> None:
 
 
 def test_a_resume_of_a_run_that_was_stopped_does_not_train() -> None:
-    first = EarlyStopHook("error", patience=2)
-    state = train(new_state(lr=0.0), [first], epochs=9)
+    stopped_hook = EarlyStopHook("error", patience=2)
+    state = train(new_state(lr=0.0), [stopped_hook], epochs=9)
     second = EarlyStopHook("error", patience=2)
-    second.load_state_dict(first.state_dict())
+    second.load_state_dict(stopped_hook.state_dict())
     assert train(state, [second], epochs=9).epoch == 3
     assert state.stop_reason.endswith("has not improved in 2 validations (patience 2)")
     patient = EarlyStopHook("error", patience=4)
-    patient.load_state_dict(first.state_dict())
+    patient.load_state_dict(stopped_hook.state_dict())
     assert train(state, [patient], epochs=9).epoch == 5
 
 

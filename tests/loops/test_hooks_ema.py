@@ -43,46 +43,48 @@ def average(updates: list[list[Tensor]], *, decay: float, every_steps: int = 1) 
 
 @pytest.mark.parametrize("every_steps", [1, 3])
 def test_average_by_the_formula(every_steps: int) -> None:
-    seen, ema = WeightsHook(), EMAHook(decay=0.7, every_steps=every_steps)
-    train(new_state(), [ema, seen])
-    expected = average(seen.updates, decay=0.7, every_steps=every_steps)
+    weights_hook, ema = WeightsHook(), EMAHook(decay=0.7, every_steps=every_steps)
+    train(new_state(), [ema, weights_hook])
+    expected = average(weights_hook.updates, decay=0.7, every_steps=every_steps)
     for got, want in zip(ema.state_dict()["model"].values(), expected, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-7)
 
 
 def test_until_its_start_the_average_is_a_copy() -> None:
-    seen, ema = WeightsHook(), EMAHook(decay=0.7, start_step=3)
-    train(new_state(), [ema, seen])
-    expected = average(seen.updates[3:], decay=0.7)
+    weights_hook, ema = WeightsHook(), EMAHook(decay=0.7, start_step=3)
+    train(new_state(), [ema, weights_hook])
+    expected = average(weights_hook.updates[3:], decay=0.7)
     for got, want in zip(ema.state_dict()["model"].values(), expected, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-7)
     early = EMAHook(decay=0.7, start_step=100)
     train(new_state(), [early])
-    assert all(map(torch.equal, early.state_dict()["model"].values(), seen.updates[-1]))
+    assert all(map(torch.equal, early.state_dict()["model"].values(), weights_hook.updates[-1]))
 
 
 def test_evaluation_sees_the_average_and_training_its_own_weights() -> None:
-    plain, seen = WeightsHook(), WeightsHook()
+    plain, weights_hook = WeightsHook(), WeightsHook()
     train(new_state(), [plain])
     ema = EMAHook(decay=0.7)
-    train(new_state(), [ema, seen])
-    for with_ema, without in zip(seen.updates, plain.updates, strict=True):
+    train(new_state(), [ema, weights_hook])
+    for with_ema, without in zip(weights_hook.updates, plain.updates, strict=True):
         assert all(map(torch.equal, with_ema, without))
-    assert all(map(torch.equal, seen.evaluated[-1], ema.state_dict()["model"].values()))
-    assert not any(map(torch.equal, seen.evaluated[-1], plain.evaluated[-1]))
+    assert all(map(torch.equal, weights_hook.evaluated[-1], ema.state_dict()["model"].values()))
+    assert not any(map(torch.equal, weights_hook.evaluated[-1], plain.evaluated[-1]))
 
 
 def test_evaluation_with_the_plain_weights_on_request() -> None:
-    seen = WeightsHook()
-    train(new_state(), [EMAHook(decay=0.7, evaluate_with_ema=False), seen])
-    assert all(map(torch.equal, seen.evaluated[-1], seen.updates[-1]))
+    weights_hook = WeightsHook()
+    train(new_state(), [EMAHook(decay=0.7, evaluate_with_ema=False), weights_hook])
+    assert all(map(torch.equal, weights_hook.evaluated[-1], weights_hook.updates[-1]))
 
 
 def test_the_weights_come_back_after_a_failed_evaluation() -> None:
-    state, seen = new_state(), WeightsHook()
+    state, weights_hook = new_state(), WeightsHook()
     with pytest.raises(OSError, match="no"):
-        train(state, [EMAHook(decay=0.7), seen, failing(OSError("no"), "on_eval_batch_end")])
-    assert all(map(torch.equal, weights(state), seen.updates[-1]))
+        train(
+            state, [EMAHook(decay=0.7), weights_hook, failing(OSError("no"), "on_eval_batch_end")]
+        )
+    assert all(map(torch.equal, weights(state), weights_hook.updates[-1]))
 
 
 def test_buffers_are_the_models_own() -> None:
@@ -90,10 +92,10 @@ def test_buffers_are_the_models_own() -> None:
     state, ema = new_state(net=net), EMAHook()
     train(state, [ema])
     saved = ema.state_dict()["model"]
-    own = state.model.module.state_dict()
-    assert saved.keys() == own.keys()
+    state_dict = state.model.module.state_dict()
+    assert saved.keys() == state_dict.keys()
     for name, _ in state.model.module.named_buffers():
-        assert torch.equal(saved[name], own[name])
+        assert torch.equal(saved[name], state_dict[name])
 
 
 def test_tied_weights_stay_tied() -> None:
@@ -119,14 +121,16 @@ def test_low_precision_is_averaged_in_float32() -> None:
 
 
 def test_a_resumed_run_has_the_same_average() -> None:
-    whole = EMAHook(decay=0.7)
-    train(new_state(), [whole])
-    first, second, state = EMAHook(decay=0.7), EMAHook(decay=0.7), new_state()
-    train(state, [first], epochs=1)
-    second.load_state_dict(first.state_dict())
+    uninterrupted = EMAHook(decay=0.7)
+    train(new_state(), [uninterrupted])
+    stopped_hook, second, state = EMAHook(decay=0.7), EMAHook(decay=0.7), new_state()
+    train(state, [stopped_hook], epochs=1)
+    second.load_state_dict(stopped_hook.state_dict())
     train(state, [second], epochs=2)
     for got, want in zip(
-        second.state_dict()["model"].values(), whole.state_dict()["model"].values(), strict=True
+        second.state_dict()["model"].values(),
+        uninterrupted.state_dict()["model"].values(),
+        strict=True,
     ):
         assert torch.equal(got, want)
 
@@ -134,12 +138,12 @@ def test_a_resumed_run_has_the_same_average() -> None:
 def test_a_test_alone_uses_the_restored_average() -> None:
     trained, restored, state = EMAHook(decay=0.7), EMAHook(decay=0.7), new_state()
     train(state, [trained])
-    own = weights(state)
+    before = weights(state)
     restored.load_state_dict(trained.state_dict())
     restored.on_eval_start(state)
     assert all(map(torch.equal, weights(state), trained.state_dict()["model"].values()))
     restored.on_eval_end(state, {})
-    assert all(map(torch.equal, weights(state), own))
+    assert all(map(torch.equal, weights(state), before))
 
 
 def test_an_average_of_another_model_is_refused() -> None:
@@ -163,8 +167,8 @@ def _average_of_rank() -> list[Tensor]:
 
 
 def test_the_average_is_equal_on_all_ranks() -> None:
-    first, second = run_ranks(_average_of_rank, 2)
-    assert all(map(torch.equal, first, second))
+    rank_0, second = run_ranks(_average_of_rank, 2)
+    assert all(map(torch.equal, rank_0, second))
 
 
 def test_a_model_without_a_wrapper() -> None:

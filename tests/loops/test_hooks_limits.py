@@ -56,23 +56,23 @@ def limits(
     loading_s: float, forward_s: float, hooks: list[Hook]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Train; return the limits and the record of the last interval."""
-    seen, state = Records(), new_state(net=SlowNet(forward_s))
-    hooks = [*hooks, ThroughputHook(), seen]
+    records, state = Records(), new_state(net=SlowNet(forward_s))
+    hooks = [*hooks, ThroughputHook(), records]
     # The first interval is ignored.
     train(
         state, hooks, epochs=1, dataloader=SlowLoader(loading_s), val_loop=None, log_every_steps=5
     )
     assert not state.model._forward_hooks
-    return state.limits, seen.records[-1]
+    return state.limits, records.records[-1]
 
 
 def test_slow_loading_and_a_slow_hook_are_named() -> None:
-    found, record = limits(2 * PAUSE_S, 0.0, [Pause()])
-    assert list(found) == ["loading data", "hook Pause"]
-    assert 0.5 < found["loading data"] < 0.75
-    assert 0.2 < found["hook Pause"] < 0.45
-    assert record["data_share"] == pytest.approx(found["loading data"], abs=0.15)
-    assert record["hooks_share"] == pytest.approx(found["hook Pause"], abs=0.15)
+    shares, record = limits(2 * PAUSE_S, 0.0, [Pause()])
+    assert list(shares) == ["loading data", "hook Pause"]
+    assert 0.5 < shares["loading data"] < 0.75
+    assert 0.2 < shares["hook Pause"] < 0.45
+    assert record["data_share"] == pytest.approx(shares["loading data"], abs=0.15)
+    assert record["hooks_share"] == pytest.approx(shares["hook Pause"], abs=0.15)
     assert "slowest_rank" not in record
 
 
@@ -85,14 +85,14 @@ def limits_with_slow_rank(cause: str) -> tuple[dict[str, float], dict[str, float
 @pytest.mark.parametrize("cause", ["loading", *slow("forward")])
 def test_a_slow_rank_is_named(cause: str) -> None:
     results: list[Any] = run_ranks(limits_with_slow_rank, 3, cause)
-    for found, record in results:
+    for shares, record in results:
         # A step spends 0.03 s in the hook on all ranks, and 0.06 s more on rank 2.
-        assert next(iter(found)) == "rank 2"
-        assert 0.45 < found["rank 2"] < 0.7
-        assert 0.2 < found["hook Pause"] < 0.45
-        assert ("loading data" in found) == (cause == "loading")
+        assert next(iter(shares)) == "rank 2"
+        assert 0.45 < shares["rank 2"] < 0.7
+        assert 0.2 < shares["hook Pause"] < 0.45
+        assert ("loading data" in shares) == (cause == "loading")
         assert record["slowest_rank"] == 2
-        assert record["rank_wait_share"] == pytest.approx(found["rank 2"], abs=0.15)
+        assert record["rank_wait_share"] == pytest.approx(shares["rank 2"], abs=0.15)
     assert results[0] == results[1] == results[2]
 
 
@@ -102,5 +102,5 @@ def limits_of_equal_ranks() -> dict[str, float]:
 
 @pytest.mark.slow
 def test_equal_ranks_are_not_slow() -> None:
-    for found in run_ranks(limits_of_equal_ranks, 2):
-        assert list(found) == ["hook Pause"]
+    for shares in run_ranks(limits_of_equal_ranks, 2):
+        assert list(shares) == ["hook Pause"]

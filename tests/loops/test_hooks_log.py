@@ -183,6 +183,6 @@ def test_an_evaluation_after_a_crash_begins_a_line(tmp_path: Path) -> None:
     hook = LogHook()
     hook.on_eval_end(state, {"error": 0.5})
     hook.on_run_end(state)
-    last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
-    assert json.loads(last)["error"] == 0.5
+    final_line = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(final_line)["error"] == 0.5
     assert [row["error"] for row in csv_records(tmp_path)] == ["", "", "0.5"]

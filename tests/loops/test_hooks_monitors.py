@@ -48,39 +48,39 @@ def batches() -> list[Any]:
 
 
 def test_gradient_norm_is_the_mean_over_the_interval() -> None:
-    seen = Records()
-    train(new_state(), [GradNormHook(), seen], epochs=1)
+    records = Records()
+    train(new_state(), [GradNormHook(), records], epochs=1)
     norms = norms_by_hand(batches())
     expected = [sum(norms[:2]) / 2, sum(norms[2:]) / 2]
-    assert [r["grad_norm"] for r in seen.records] == pytest.approx(expected, rel=1e-6)
+    assert [r["grad_norm"] for r in records.records] == pytest.approx(expected, rel=1e-6)
 
 
 def test_gradient_norm_of_the_clipping_wrapper_is_before_clipping() -> None:
-    seen, state = Records(), new_state(clip_grad={"max_norm": 0.01})
-    train(state, [GradNormHook(), seen], epochs=1, log_every_steps=1)
-    assert seen.records[0]["grad_norm"] == pytest.approx(norms_by_hand(batches())[0], rel=1e-6)
+    records, state = Records(), new_state(clip_grad={"max_norm": 0.01})
+    train(state, [GradNormHook(), records], epochs=1, log_every_steps=1)
+    assert records.records[0]["grad_norm"] == pytest.approx(norms_by_hand(batches())[0], rel=1e-6)
 
 
 def test_gradient_norm_is_of_the_whole_accumulation_window() -> None:
-    seen, state = Records(), new_state(accumulative_counts=2)
-    train(state, [GradNormHook(), seen], epochs=1, log_every_steps=1)
+    records, state = Records(), new_state(accumulative_counts=2)
+    train(state, [GradNormHook(), records], epochs=1, log_every_steps=1)
     pairs = batches()
     windows = [tuple(map(torch.cat, zip(*pairs[i : i + 2], strict=True))) for i in (0, 2)]
     expected = norms_by_hand(windows)
-    assert [r["grad_norm"] for r in seen.records] == pytest.approx(expected, rel=1e-6)
+    assert [r["grad_norm"] for r in records.records] == pytest.approx(expected, rel=1e-6)
 
 
 def test_gradient_norm_of_each_optimizer() -> None:
-    seen, state = Records(), new_state(net=nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
-    parts = state.model.module.net
+    records, state = Records(), new_state(net=nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
+    layers = state.model.module.net
     members = {
-        name: OptimWrapper(torch.optim.SGD(part.parameters(), lr=0.1))
-        for name, part in zip(("head", "tail"), parts, strict=True)
+        name: OptimWrapper(torch.optim.SGD(layer.parameters(), lr=0.1))
+        for name, layer in zip(("head", "tail"), layers, strict=True)
     }
     hook = GradNormHook()
     state.optim_wrapper = OptimWrapperDict(**members)
     hook.on_train_start(state)
-    for param in parts.parameters():
+    for param in layers.parameters():
         param.grad = torch.full_like(param, 2.0)
     for member in members.values():
         member.step()
@@ -89,7 +89,7 @@ def test_gradient_norm_of_each_optimizer() -> None:
     assert {k: float(v) for k, v in scalars.items()} == pytest.approx(
         {"grad_norm/head": 2 * 8**0.5, "grad_norm/tail": 2 * 3**0.5}
     )
-    assert seen.records == []
+    assert records.records == []
 
 
 @pytest.mark.parametrize("clip", [None, {"max_norm": 0.01}], ids=["plain", "clip"])
@@ -97,7 +97,7 @@ def test_gradient_norm_of_each_optimizer() -> None:
 def test_gradient_norm_leaves_out_updates_that_a_scaler_skips(
     fused: bool, clip: dict[str, float] | None
 ) -> None:
-    seen, state = Records(), new_state()
+    records, state = Records(), new_state()
     state.optim_wrapper = AmpOptimWrapper(
         torch.optim.SGD(state.model.parameters(), lr=0.0, fused=fused),
         dtype=torch.float16,
@@ -105,9 +105,9 @@ def test_gradient_norm_leaves_out_updates_that_a_scaler_skips(
         loss_scale={"init_scale": 2.0**17, "growth_interval": 1000},
         clip_grad=clip,
     )
-    train(state, [GradNormHook(), seen], epochs=3, log_every_steps=12)
+    train(state, [GradNormHook(), records], epochs=3, log_every_steps=12)
     expected = norms_by_hand(batches(), lr=0.0)
-    assert min(expected) * 0.9 < seen.records[0]["grad_norm"] < max(expected) * 1.1
+    assert min(expected) * 0.9 < records.records[0]["grad_norm"] < max(expected) * 1.1
 
 
 def test_nothing_is_left_on_the_optimizer() -> None:
@@ -158,12 +158,14 @@ class ClockedLoader(list[Any]):
 def test_speed_without_evaluations_and_the_share_of_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock, seen = Clock(), Records()
+    clock, records = Clock(), Records()
     monkeypatch.setattr("stepwrap.loops.hooks.monitors.perf_counter", clock)
-    train(new_state(), [clock, ThroughputHook(), seen], dataloader=ClockedLoader(batches(), clock))
+    train(
+        new_state(), [clock, ThroughputHook(), records], dataloader=ClockedLoader(batches(), clock)
+    )
     # An interval has two steps of 3 + 1 s and two save points of 4 s, fewer at the start and more
     # after the end of an epoch.
-    for record, seconds in zip(seen.records, [12, 16, 20, 16], strict=True):
+    for record, seconds in zip(records.records, [12, 16, 20, 16], strict=True):
         assert record["steps_per_s"] == pytest.approx(2 / seconds)
         assert record["samples_per_s"] == pytest.approx(8 / seconds)
         assert record["data_share"] == pytest.approx(6 / seconds)
@@ -242,23 +244,23 @@ def test_mfu_is_not_logged_without_a_peak(model: nn.Module) -> None:
 
 
 def test_only_tokens_that_the_loss_counts_are_counted() -> None:
-    seen, state = Records(), new_state(loss_weight="tokens")
+    records, state = Records(), new_state(loss_weight="tokens")
     ragged = [(inputs, targets.clone()) for inputs, targets in batches()]
     for count, (_, targets) in enumerate(ragged):
         targets[:count] = -100
     speed = ThroughputHook(flops_per_token=10.0, peak_flops=1e6)
-    train(state, [speed, seen], epochs=1, log_every_steps=1, dataloader=ragged)
-    for count, record in enumerate(seen.records):
+    train(state, [speed, records], epochs=1, log_every_steps=1, dataloader=ragged)
+    for count, record in enumerate(records.records):
         assert record["samples_per_s"] == pytest.approx(4 * record["steps_per_s"])
         assert record["tokens_per_s"] == pytest.approx((4 - count) * record["steps_per_s"])
         assert record["mfu"] == pytest.approx(10 * record["tokens_per_s"] / 1e6)
 
 
 def test_samples_and_tokens_of_skipped_steps_do_not_count() -> None:
-    seen, state = Records(), new_state(loss_weight="tokens")
-    hooks = [ThroughputHook(), seen]
+    records, state = Records(), new_state(loss_weight="tokens")
+    hooks = [ThroughputHook(), records]
     train(state, hooks, epochs=1, log_every_steps=1, dataloader=batches(), skip_steps=[1, 3])
-    for record, count in zip(seen.records, [0, 4, 0, 4], strict=True):
+    for record, count in zip(records.records, [0, 4, 0, 4], strict=True):
         assert record["samples_per_s"] == pytest.approx(count * record["steps_per_s"])
         assert record["tokens_per_s"] == pytest.approx(count * record["steps_per_s"])
 
@@ -292,34 +294,34 @@ def test_counts_that_are_wrong_or_missing(counts: dict[str, float], message: str
 
 
 def _records_of_rank() -> list[dict[str, float]]:
-    seen = Records()
+    records = Records()
     speed = ThroughputHook(tokens_per_sample=3, flops_per_token=10.0, peak_flops=1e6)
-    train(new_state(), [speed, GradNormHook(), seen], epochs=1, log_every_steps=1)
-    return seen.records
+    train(new_state(), [speed, GradNormHook(), records], epochs=1, log_every_steps=1)
+    return records.records
 
 
 def test_samples_are_summed_over_ranks_and_norms_equal_one_process() -> None:
-    first, second = run_ranks(_records_of_rank, 2)
-    assert first == second
-    for record in first:
+    rank_0, second = run_ranks(_records_of_rank, 2)
+    assert rank_0 == second
+    for record in rank_0:
         assert record["samples_per_s"] == pytest.approx(2 * 4 * record["steps_per_s"])
         assert record["tokens_per_s"] == pytest.approx(3 * record["samples_per_s"])
         assert record["mfu"] == pytest.approx(10 * record["tokens_per_s"] / (2 * 1e6))
     pairs = batches()
     windows = [tuple(map(torch.cat, zip(*pairs[i : i + 2], strict=True))) for i in (0, 2)]
-    assert [r["grad_norm"] for r in first] == pytest.approx(norms_by_hand(windows), rel=1e-5)
+    assert [r["grad_norm"] for r in rank_0] == pytest.approx(norms_by_hand(windows), rel=1e-5)
 
 
 def _records_of_a_split_model() -> list[dict[str, float]]:
-    seen = Records()
+    records = Records()
     model = SupervisedModel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), nn.MSELoss())
     plan = Preparation(tensor_parallel={"net.0": "colwise", "net.1": "rowwise"})
     wrapped = wrap_model(None, model, mesh=build_mesh({"tensor": 2}), prepare=plan)
     state = LoopState(wrapped, OptimWrapper(torch.optim.SGD(wrapped.parameters(), lr=0.1)))
     loader_of_all = build_loader(data(), batch_size=4, shard=(0, 1))
     speed = ThroughputHook(flops_per_sample=10.0, peak_flops=1e6)
-    train(state, [speed, seen], epochs=1, val_loop=None, dataloader=loader_of_all)
-    return seen.records
+    train(state, [speed, records], epochs=1, val_loop=None, dataloader=loader_of_all)
+    return records.records
 
 
 def test_samples_that_ranks_of_a_tensor_axis_share_count_once() -> None:

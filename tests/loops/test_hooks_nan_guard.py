@@ -48,7 +48,7 @@ class WithSpare(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("settings", "bad", "log_every_steps", "samples", "found"),
+    ("settings", "bad", "log_every_steps", "samples", "bad_step"),
     [
         # Found with the record of the interval.
         ({}, 3, 4, 16, 4),
@@ -59,14 +59,14 @@ class WithSpare(nn.Linear):
     ],
 )
 def test_the_first_bad_loss_is_named(
-    settings: dict[str, int], bad: int, log_every_steps: int, samples: int, found: int
+    settings: dict[str, int], bad: int, log_every_steps: int, samples: int, bad_step: int
 ) -> None:
     state, hooks = new_state(), [NanGuardHook(**settings), PoisonHook(step=bad)]
     options = {"dataloader": loader(samples), "log_every_steps": log_every_steps}
     weights = "parameter 'net.weight' has 3 of 3 values not finite; "
     with pytest.raises(NonFiniteError, match=f"^loss is nan at step {bad} on rank 0; {weights}"):
         train(state, hooks, epochs=1, **options)
-    assert state.step == found
+    assert state.step == bad_step
 
 
 def test_weights_that_no_loss_shows_are_found_at_the_end() -> None:
@@ -130,10 +130,19 @@ def test_the_bad_record_is_on_file_and_no_bad_checkpoint(tmp_path: Path) -> None
 
 
 def test_every_logger_gets_the_bad_record_first() -> None:
-    shipped = [one for one in HOOKS.module_dict.values() if one.__module__.startswith("stepwrap.")]
-    loggers = [LoggerHook, *(one for one in shipped if issubclass(one, LoggerHook))]
+    shipped = [
+        hook_class
+        for hook_class in HOOKS.module_dict.values()
+        if hook_class.__module__.startswith("stepwrap.")
+    ]
+    loggers = [
+        LoggerHook,
+        *(hook_class for hook_class in shipped if issubclass(hook_class, LoggerHook)),
+    ]
     assert len(loggers) >= 5
-    assert [one.__name__ for one in loggers if one.order >= NanGuardHook.order] == []
+    assert [
+        hook_class.__name__ for hook_class in loggers if hook_class.order >= NanGuardHook.order
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -213,9 +222,9 @@ BAD_BIAS = {"step": 2, "param": "net.bias"}
 def test_a_bad_value_of_rank_1_ends_both_ranks(
     settings: dict[str, Any], poison: dict[str, Any]
 ) -> None:
-    first, second = run_ranks(_error_of_rank, 2, settings, poison)
-    assert first == second
+    rank_0, second = run_ranks(_error_of_rank, 2, settings, poison)
+    assert rank_0 == second
     text = "loss is nan at step 1 on rank 1; "
     if poison is BAD_BIAS:
         text = "parameter 'net.bias' has 1 of 1 values not finite at step 2 on rank 1"
-    assert first.startswith(text)
+    assert rank_0.startswith(text)

@@ -24,7 +24,7 @@ def test_a_profile_has_a_trace_a_table_and_the_wait_for_data(
     train(new_state(run_dir=tmp_path), [ProfileHook(skip=2, steps=3)])
     folder = tmp_path / "profile"
     events = json.loads((folder / "rank0.json").read_text())["traceEvents"]
-    assert sum(one.get("name") == "Optimizer.step#SGD.step" for one in events) == 3
+    assert sum(event.get("name") == "Optimizer.step#SGD.step" for event in events) == 3
     text = (folder / "costliest.txt").read_text()
     assert text.strip() in caplog.text
     head, columns, *rows, trace = text.strip().splitlines()
@@ -70,10 +70,10 @@ def test_each_rank_writes_a_trace(tmp_path: Path) -> None:
 
 def test_records_have_memory_and_system_statistics(tmp_path: Path) -> None:
     records: list[dict[str, float]] = []
-    kept: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def allocate(state: object) -> None:
-        kept.append(torch.ones(2**24))
+        tensors.append(torch.ones(2**24))
 
     listen = on(on_log=lambda state, record: records.append(dict(record)), on_update=allocate)
     train(new_state(run_dir=tmp_path), [SystemHook(), listen])

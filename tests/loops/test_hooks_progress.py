@@ -68,16 +68,19 @@ def test_panel_shows_the_run(terminal: Terminal, columns: int, rows: int) -> Non
     with terminal:
         train(new_state(), [ProgressHook(refresh_s=1e-6), ThroughputHook()])
     screens = terminal.screens()
-    seen = panels(screens)
+    shown_panels = panels(screens)
     # The last column is empty.
-    assert {len(row) for one in screens for row in one if "╭" in row} == {columns - 1}
-    assert re.fullmatch(r"epoch 2/2 ━+ step 8/8 100% eta 0:00:00", seen[-1][0])
-    assert any(re.fullmatch(r"epoch 1/2 [━╸╺]+ step 3/8 38% eta 0:00:\d\d", one[0]) for one in seen)
-    assert any(one[2] == "validating batch 2" for one in seen)
-    assert re.fullmatch(r"loss [\d.]+", seen[-1][1])
-    assert re.fullmatch(r"error [\d.]+ \(best [\d.]+ at step 8\)", seen[-1][2])
+    assert {len(row) for screen in screens for row in screen if "╭" in row} == {columns - 1}
+    assert re.fullmatch(r"epoch 2/2 ━+ step 8/8 100% eta 0:00:00", shown_panels[-1][0])
+    assert any(
+        re.fullmatch(r"epoch 1/2 [━╸╺]+ step 3/8 38% eta 0:00:\d\d", panel[0])
+        for panel in shown_panels
+    )
+    assert any(panel[2] == "validating batch 2" for panel in shown_panels)
+    assert re.fullmatch(r"loss [\d.]+", shown_panels[-1][1])
+    assert re.fullmatch(r"error [\d.]+ \(best [\d.]+ at step 8\)", shown_panels[-1][2])
     assert re.fullmatch(
-        r"[\d.]+ samples/s  data wait \d+%  memory \d+\.\d\d GiB( .*)?", seen[-1][3]
+        r"[\d.]+ samples/s  data wait \d+%  memory \d+\.\d\d GiB( .*)?", shown_panels[-1][3]
     )
     log = log_of(screens)
     # On a slow machine lines may be longer and wrap.
@@ -103,7 +106,7 @@ def test_panel_is_one_row_on_a_small_terminal(terminal: Terminal, columns: int, 
 
 def many_values(state: LoopState, scalars: Scalars) -> None:
     scalars |= {f"lr/{group}": 1e-4 * group for group in range(1, 31)}
-    scalars |= {f"part_{part}": 1.0 for part in range(20)}
+    scalars |= {f"part_{number}": 1.0 for number in range(20)}
 
 
 def test_many_values_are_cut_in_the_panel_and_whole_in_the_log(terminal: Terminal) -> None:
@@ -111,9 +114,9 @@ def test_many_values_are_cut_in_the_panel_and_whole_in_the_log(terminal: Termina
     with terminal:
         train(new_state(), hooks)
     screens = terminal.screens()
-    values = [one[1] for one in panels(screens) if one[1]]
+    values = [panel[1] for panel in panels(screens) if panel[1]]
     assert values
-    assert all(re.fullmatch(r"loss [\d.]+  lr 0.003  (part_\d+ 1 +)+.*…", one) for one in values)
+    assert all(re.fullmatch(r"loss [\d.]+  lr 0.003  (part_\d+ 1 +)+.*…", text) for text in values)
     lines = re.findall(
         r"((?:val )?epoch) \d/2 step (\d)/8 (?:loss [\d.]+ lr 0.003 (?:part_\d+ 1 ){20}"
         r"[\d.]+ samples/s (?:\(.*?\) )?eta 0:00:00|error [\d.]+)",
@@ -127,9 +130,9 @@ def test_many_values_are_cut_in_the_panel_and_whole_in_the_log(terminal: Termina
 def test_the_time_left_is_known_after_the_first_step(terminal: Terminal) -> None:
     with terminal:
         train(new_state(), [ProgressHook(refresh_s=1e-6)], epochs=1)
-    first = [one[0] for one in panels(terminal.screens()) if "step 1/4" in one[0]]
-    assert first
-    assert all(re.search(r"eta 0:00:\d\d$", row) for row in first)
+    heads = [panel[0] for panel in panels(terminal.screens()) if "step 1/4" in panel[0]]
+    assert heads
+    assert all(re.search(r"eta 0:00:\d\d$", row) for row in heads)
 
 
 def test_the_time_left_includes_later_evaluations(
@@ -148,7 +151,7 @@ def test_the_time_left_includes_later_evaluations(
     clock = on(on_batch_end=wait(1.0), on_eval_batch_end=wait(10.0))
     with terminal:
         train(new_state(), [clock, ProgressHook(refresh_s=1e-6)], epochs=4)
-    heads = [one[0] for one in panels(terminal.screens())]
+    heads = [panel[0] for panel in panels(terminal.screens())]
     # Each epoch has 4 steps of 1 s and 2 validation batches of 10 s.
     assert any(re.search(r"step 1/16 6% eta 0:00:15", head) for head in heads)
     assert any(re.search(r"step 5/16 31% eta 0:01:11", head) for head in heads)
@@ -161,8 +164,8 @@ def test_the_last_record_comes_before_the_validation_of_its_step(
     capsys: pytest.CaptureFixture[str], loop: Any, length: dict[str, int]
 ) -> None:
     validation = ValLoop(loader(8), metrics())
-    made = loop(loader(), val_loop=validation, log_every_steps=3, **length)
-    made.run(new_state(), HookList([ProgressHook()]))
+    train_loop = loop(loader(), val_loop=validation, log_every_steps=3, **length)
+    train_loop.run(new_state(), HookList([ProgressHook()]))
     lines = capsys.readouterr().out.splitlines()
     shown = [re.match(r"(val )?epoch .*?(step \d)/8", line).group(1, 2) for line in lines]
     passes = (
@@ -360,16 +363,16 @@ def test_limits_of_the_speed_are_shown_once(
 
 def test_a_notebook_shows_the_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DISPLAY_DIR, str(tmp_path))
-    seen: list[str] = []
+    texts: list[str] = []
 
     def look(state: LoopState) -> None:
         (path,) = tmp_path.glob("*.display")
-        seen.append(json.loads(path.read_text())["data"]["text/plain"])
+        texts.append(json.loads(path.read_text())["data"]["text/plain"])
 
     train(new_state(), [ProgressHook(refresh_s=1e-6), on(90, on_update=look)], epochs=1)
-    assert re.match(r"epoch 1/1 [━╸╺]+ step 3/4 75% eta", panel_of(["", *seen[2].splitlines()])[0])
+    assert re.match(r"epoch 1/1 [━╸╺]+ step 3/4 75% eta", panel_of(["", *texts[2].splitlines()])[0])
     look(new_state())
-    assert seen[-1].splitlines()[-1].startswith("done: step 4/4 in 0:00:")
+    assert texts[-1].splitlines()[-1].startswith("done: step 4/4 in 0:00:")
 
 
 def _printed_by_rank() -> str:
@@ -380,8 +383,8 @@ def _printed_by_rank() -> str:
 
 
 def test_only_rank_0_prints() -> None:
-    first, second = run_ranks(_printed_by_rank, 2)
-    assert "step 4/4" in first
+    rank_0, second = run_ranks(_printed_by_rank, 2)
+    assert "step 4/4" in rank_0
     assert second == ""
 
 

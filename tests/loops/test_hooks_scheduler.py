@@ -53,8 +53,8 @@ def optimizer_of(state: LoopState) -> Optimizer:
 
 
 def warm_up_and_cosine(optimizer: Optimizer) -> LRScheduler:
-    parts = [LinearLR(optimizer, 0.1, total_iters=3), CosineAnnealingLR(optimizer, 5)]
-    return SequentialLR(optimizer, parts, milestones=[3])
+    schedulers = [LinearLR(optimizer, 0.1, total_iters=3), CosineAnnealingLR(optimizer, 5)]
+    return SequentialLR(optimizer, schedulers, milestones=[3])
 
 
 def by_hand(make: Callable[[Optimizer], LRScheduler], steps: int, *, lr: float) -> list[float]:
@@ -102,7 +102,7 @@ def test_a_plateau_against_the_direction_of_its_metric_is_logged(
 ) -> None:
     state = new_state()
     plateaus = [ReduceLROnPlateau(optimizer_of(state), mode=mode) for mode in ("min", "max")]
-    train(state, [SchedulerHook([(one, "epoch") for one in plateaus], metric="error")])
+    train(state, [SchedulerHook([(plateau, "epoch") for plateau in plateaus], metric="error")])
     message = "ReduceLROnPlateau: mode is 'max', but lower values of 'error' are better"
     assert caplog.messages == [message]
 
@@ -168,19 +168,19 @@ def test_the_schedule_continues_after_a_resume() -> None:
             optimizer_of(state).load_state_dict(restored["optimizer"])
             hook.load_state_dict(restored["hook"])
         train(state, [hook, rates], epochs=epochs)
-        parts = {"counters": state.state_dict(), "hook": hook.state_dict()}
-        return rates.used, {**parts, "optimizer": optimizer_of(state).state_dict()}
+        states = {"counters": state.state_dict(), "hook": hook.state_dict()}
+        return rates.used, {**states, "optimizer": optimizer_of(state).state_dict()}
 
-    first, saved = run(1, None)
+    rates_before, saved = run(1, None)
     second, _ = run(2, saved)
-    assert first + second == run(2, None)[0]
+    assert rates_before + second == run(2, None)[0]
 
 
 def test_another_number_of_schedulers_is_refused() -> None:
     optimizer = optimizer_of(new_state())
-    one = SchedulerHook([(StepLR(optimizer, 1), "step")])
+    hook = SchedulerHook([(StepLR(optimizer, 1), "step")])
     with pytest.raises(ValueError, match="which has 1 schedulers, got 0"):
-        SchedulerHook([]).load_state_dict(one.state_dict())
+        SchedulerHook([]).load_state_dict(hook.state_dict())
 
 
 def test_the_unit_is_checked() -> None:
@@ -209,10 +209,10 @@ def epochs_with_a_plateau(
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 7, 8])
 def test_an_epoch_schedule_with_a_plateau_resumes_exactly(tmp_path: Path, stop: int) -> None:
-    whole = epochs_with_a_plateau(tmp_path / "whole", epochs=6)
-    first = epochs_with_a_plateau(tmp_path, epochs=6, stop=stop)
+    uninterrupted = epochs_with_a_plateau(tmp_path / "whole", epochs=6)
+    before = epochs_with_a_plateau(tmp_path, epochs=6, stop=stop)
     second = epochs_with_a_plateau(tmp_path, epochs=6, resume=True)
-    assert first[:-1] + second == whole
+    assert before[:-1] + second == uninterrupted
 
 
 @pytest.mark.parametrize("max_steps", [3, 4, 5, 6, 8])
@@ -227,5 +227,5 @@ def test_an_extended_iteration_run_steps_once_a_pass(tmp_path: Path, max_steps: 
         IterTrainLoop(loader(), max_steps=steps).run(state, HookList(hooks))
         return rates.used
 
-    first = run(tmp_path, max_steps)
-    assert first + run(tmp_path, 13, resume=True) == run(tmp_path / "whole", 13)
+    before = run(tmp_path, max_steps)
+    assert before + run(tmp_path, 13, resume=True) == run(tmp_path / "whole", 13)

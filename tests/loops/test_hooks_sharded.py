@@ -35,17 +35,17 @@ def _evaluations(kind: str) -> dict[str, Any]:
     """Train, evaluate with the average, train more and evaluate again."""
     state = make_run(kind)
     ema: Any = state.stateful["hooks.ema"]
-    found: dict[str, Any] = {}
+    scores: dict[str, Any] = {}
     for turn in range(2):
         train(state, range(2 * turn, 2 * turn + 2))
-        own = _scores(state)
+        plain = _scores(state)
         ema.on_eval_start(state)
-        found[f"average {turn}"] = _scores(state)
+        scores[f"average {turn}"] = _scores(state)
         ema.on_eval_end(state, {})
-        found[f"own {turn}"] = _scores(state)
-        assert torch.equal(own, found[f"own {turn}"])
-        assert not torch.equal(own, found[f"average {turn}"])
-    return {**found, **contents(state)}
+        scores[f"own {turn}"] = _scores(state)
+        assert torch.equal(plain, scores[f"own {turn}"])
+        assert not torch.equal(plain, scores[f"average {turn}"])
+    return {**scores, **contents(state)}
 
 
 @pytest.mark.parametrize(("kind", "size"), KINDS)
@@ -54,10 +54,10 @@ def test_evaluation_with_the_average_equals_one_process(kind: str, size: int) ->
     data_ranks = {"tensor": 1, "fsdp x tensor": 2, "ddp x tensor": 2}.get(kind, size)
     for rank, got in enumerate(run_ranks(_evaluations, size, kind)):
         share = rank * data_ranks // size
-        for name, wanted in expected.items():
+        for name, expected_value in expected.items():
             if "." not in name:
-                wanted = wanted.chunk(data_ranks)[share]
-            torch.testing.assert_close(got[name], wanted, rtol=2e-4, atol=1e-5, msg=name)
+                expected_value = expected_value.chunk(data_ranks)[share]
+            torch.testing.assert_close(got[name], expected_value, rtol=2e-4, atol=1e-5, msg=name)
 
 
 def _bare_fsdp() -> list[bool]:
@@ -80,14 +80,14 @@ def _bare_fsdp() -> list[bool]:
         ema.on_update(state)
 
     step()
-    own = scores()
+    plain = scores()
     ema.on_eval_start(state)
     averaged = scores()
     saved = ema.state_dict()["model"]["net.0.weight"]
     ema.on_eval_end(state, {})
     back = scores()
     assert is_sharded(saved)
-    return [torch.equal(own, averaged), torch.equal(own, back)]
+    return [torch.equal(plain, averaged), torch.equal(plain, back)]
 
 
 def test_weights_gathered_for_a_forward_are_swapped_as_well() -> None:
@@ -142,9 +142,9 @@ def _guarded(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["fsdp", "tensor"])
 def test_a_bad_part_is_named_with_its_rank(kind: str) -> None:
-    first, second = run_ranks(_guarded, 2, kind)
-    assert first == second
-    assert "parameter 'net.0.weight' has 1 of 1024 values not finite at step 1 on rank 1" in first
+    rank_0, second = run_ranks(_guarded, 2, kind)
+    assert rank_0 == second
+    assert "parameter 'net.0.weight' has 1 of 1024 values not finite at step 1 on rank 1" in rank_0
 
 
 def _averages_are_parts() -> list[bool]:

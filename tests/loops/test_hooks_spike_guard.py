@@ -41,12 +41,12 @@ WARMUP = 8
 def spikes_in(steps: int, count: int, world_size: int, accumulate: int) -> dict[int, float]:
     """Return wild samples by index, each in another step, on a random rank and batch."""
     chosen = random.Random(steps)
-    found = {}
+    spikes = {}
     for number, step in enumerate(chosen.sample(range(WARMUP + 1, steps + 1), count)):
         rank, batch = chosen.randrange(world_size), chosen.randrange(accumulate)
         index = sample_at(step, rank, world_size, accumulate, batch)
-        found[index] = KINDS[number % len(KINDS)]
-    return found
+        spikes[index] = KINDS[number % len(KINDS)]
+    return spikes
 
 
 class Skipped(Hook):
@@ -74,23 +74,23 @@ def compare(
     assert (state.step, state.iteration) == (steps, steps * accumulate)
     without = Spiky(steps * per_step, wild, without=samples_of(expected, world_size, accumulate))
     other = train(make_state(kind, **options), without, [EMAHook(0.5)])
-    found = differing(all_of(state), all_of(other))
-    averages = [one.stateful["EMAHook"].state_dict()["model"] for one in (state, other)]
-    return noted.steps, found + differing(*averages)
+    names = differing(all_of(state), all_of(other))
+    averages = [run_state.stateful["EMAHook"].state_dict()["model"] for run_state in (state, other)]
+    return noted.steps, names + differing(*averages)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_spikes_leave_no_trace(accumulate: int) -> None:
-    skipped, found = compare(accumulate=accumulate)
+    skipped, differences = compare(accumulate=accumulate)
     assert len(skipped) == 12
-    assert not found
+    assert not differences
 
 
 @pytest.mark.parametrize("case", [("ddp", 30, 8, 2), ("fsdp", 30, 8, 1)])
 def test_spikes_of_one_rank_are_left_out_on_all(case: Any) -> None:
-    (first, found), (second, others) = run_ranks(compare, 2, *case)
-    assert first == second
-    assert not found + others
+    (rank_0, differences), (second, other_differences) = run_ranks(compare, 2, *case)
+    assert rank_0 == second
+    assert not differences + other_differences
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,11 @@ def test_spikes_of_one_rank_are_left_out_on_all(case: Any) -> None:
     slow(("ddp", 2, 1), ("ddp", 3, 2), ("fsdp", 2, 2), ("ddp", 1, 1)),
 )
 def test_a_hundred_spikes_on_random_ranks(kind: str, ranks: int, accumulate: int) -> None:
-    for skipped, found in run_ranks(compare, ranks, kind, 320, 100, accumulate, timeout_s=300):
+    for skipped, differences in run_ranks(
+        compare, ranks, kind, 320, 100, accumulate, timeout_s=300
+    ):
         assert len(skipped) == 100
-        assert not found
+        assert not differences
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -109,9 +111,9 @@ def test_spikes_leave_no_trace_in_mixed_precision(dtype: str) -> None:
         return AmpOptimWrapper(optimizer, dtype=dtype, device="cpu", **options)
 
     clip = {"max_norm": 1.0}
-    skipped, found = compare(steps=30, count=8, optim=amp, clip_grad=clip)
+    skipped, differences = compare(steps=30, count=8, optim=amp, clip_grad=clip)
     assert len(skipped) == 8
-    assert not found
+    assert not differences
 
 
 def test_a_loss_scale_that_is_too_high_is_left_to_its_scaler() -> None:
@@ -139,13 +141,13 @@ def test_logs_hold_the_steps_that_were_made(tmp_path: Path, caplog: Any) -> None
     wild = {sample_at(step, 0, 1): math.nan for step in (7, 8, 9, 12)}
     train(make_state(run_dir=tmp_path), Spiky(60, wild), hooks, log_every_steps=3)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    records = {one["step"]: one for one in map(json.loads, lines)}
-    counts = [(step, one["skipped_steps"]) for step, one in records.items()]
+    records = {record["step"]: record for record in map(json.loads, lines)}
+    counts = [(step, record["skipped_steps"]) for step, record in records.items()]
     assert counts == [(3, 0), (6, 0), (9, 3), (12, 1), (15, 0)]
     assert "loss" not in records[9]
-    losses = [one["loss"] for step, one in records.items() if step != 9]
+    losses = [record["loss"] for step, record in records.items() if step != 9]
     assert all(map(math.isfinite, losses))
-    skips = [one for one in caplog.messages if one.startswith("skipped step")]
+    skips = [message for message in caplog.messages if message.startswith("skipped step")]
     assert skips[0] == "skipped step 7: loss nan on rank 0, grad_norm nan on rank 0"
     assert len(skips) == 4
 
@@ -189,9 +191,9 @@ def go_back(folder: Path) -> tuple[list[int], list[str], list[str]]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_goes_back_to_before_the_samples_around(ranks: int, tmp_path: Path) -> None:
-    for skipped, found, saved in run_ranks(go_back, ranks, tmp_path):
+    for skipped, differences, saved in run_ranks(go_back, ranks, tmp_path):
         assert skipped == list(range(14, 20))
-        assert not found
+        assert not differences
         assert saved == [
             "abandoned_step_00000015",
             *(f"step_{step:08d}" for step in (5, 10, 15, 20, 25, 26)),

@@ -66,18 +66,18 @@ def same(swa: SWAHook, expected: nn.Module) -> None:
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_by_steps_it_is_the_average_of_torch(every: int) -> None:
-    seen, swa = TorchsAverage(steps=range(3, 99, every)), SWAHook(from_step=3, every=every)
-    train(new_state(), [swa, seen], epochs=3)
-    same(swa, seen.model.module)
+    reference, swa = TorchsAverage(steps=range(3, 99, every)), SWAHook(from_step=3, every=every)
+    train(new_state(), [swa, reference], epochs=3)
+    same(swa, reference.model.module)
 
 
 def test_by_epochs_it_is_the_average_of_torch_and_validations_use_it() -> None:
-    seen, swa = TorchsAverage(epochs=range(2, 99, 2)), SWAHook(from_epoch=2, every=2)
-    train(new_state(), [swa, seen], epochs=5)
-    same(swa, seen.model.module)
+    reference, swa = TorchsAverage(epochs=range(2, 99, 2)), SWAHook(from_epoch=2, every=2)
+    train(new_state(), [swa, reference], epochs=5)
+    same(swa, reference.model.module)
     averages = list(swa.state_dict()["model"].values())
-    assert all(map(torch.equal, seen.evaluated[-1], averages))
-    assert not any(map(torch.equal, seen.evaluated[0], averages))
+    assert all(map(torch.equal, reference.evaluated[-1], averages))
+    assert not any(map(torch.equal, reference.evaluated[0], averages))
 
 
 def test_by_epochs_it_counts_the_passes_of_a_loop_over_steps() -> None:
@@ -90,12 +90,12 @@ def test_by_epochs_it_counts_the_passes_of_a_loop_over_steps() -> None:
 
 def test_the_statistics_of_batchnorm_equal_torchs() -> None:
     state, swa, plain = new_state(net=normed()), SWAHook(from_step=2), new_state(net=normed())
-    seen = TorchsAverage(steps=range(2, 99))
-    train(state, [swa, seen])
+    reference = TorchsAverage(steps=range(2, 99))
+    train(state, [swa, reference])
     train(plain, [])
     averages = swa.state_dict()["model"]
     inputs = [batch[0] for batch in loader()]
-    net = seen.model.module.net
+    net = reference.model.module.net
     update_bn(inputs, net)
     for name, want in net.named_buffers():
         torch.testing.assert_close(averages[f"net.{name}"], want, rtol=1e-5, atol=1e-6)
@@ -125,11 +125,11 @@ def test_it_resumes_exactly_from_a_checkpoint_in_the_middle(tmp_path: Path) -> N
     def shuffled() -> Any:
         return build_loader(data(), batch_size=4, shuffle=True, train=True)
 
-    whole = run("whole")
+    uninterrupted = run("whole")
     run("parts", Stop())
     resumed = run("parts", resume=True)
-    assert resumed["count"] == whole["count"] == 3
-    for name, want in whole["model"].items():
+    assert resumed["count"] == uninterrupted["count"] == 3
+    for name, want in uninterrupted["model"].items():
         assert torch.equal(resumed["model"][name], want), name
 
 
@@ -144,10 +144,10 @@ def test_a_test_alone_uses_the_average_and_its_statistics(tmp_path: Path) -> Non
     checkpoint.load_model(other.model)
     checkpoint.load_states(other)
     restored.on_eval_start(other)
-    found = {name: value.clone() for name, value in other.model.module.state_dict().items()}
+    before = {name: value.clone() for name, value in other.model.module.state_dict().items()}
     restored.on_eval_end(other, {})
     for name, want in swa.state_dict()["model"].items():
-        assert torch.equal(found[name], want)
+        assert torch.equal(before[name], want)
         assert torch.equal(
             other.model.module.state_dict()[name], state.model.module.state_dict()[name]
         )
@@ -193,19 +193,19 @@ def _averaged_by_hand(kind: str) -> bool:
     """Return whether the average of a sharded model is the mean of its weights."""
     state, swa = make_run(kind), SWAHook(from_step=2)
     state.stateful["hooks.ema"] = swa
-    seen = []
+    snapshots = []
     for index in range(4):
         train_sharded(state, [index])
-        seen.append([_whole(p) for p in state.model.module.parameters()])
+        snapshots.append([_whole(p) for p in state.model.module.parameters()])
     averages = [_whole(value) for value in swa.state_dict()["model"].values()]
-    expected = [torch.stack(three).mean(0) for three in zip(*seen[1:], strict=True)]
-    own = state.model.val_step([batch(state, 9)[0]])["preds"].clone()
+    expected = [torch.stack(three).mean(0) for three in zip(*snapshots[1:], strict=True)]
+    plain = state.model.val_step([batch(state, 9)[0]])["preds"].clone()
     swa.on_eval_start(state)
     other = state.model.val_step([batch(state, 9)[0]])["preds"].clone()
     swa.on_eval_end(state, {})
     back = state.model.val_step([batch(state, 9)[0]])["preds"]
-    assert torch.equal(own, back)
-    assert not torch.equal(own, other)
+    assert torch.equal(plain, back)
+    assert not torch.equal(plain, other)
     return all(map(torch.allclose, averages, expected))
 
 
@@ -219,7 +219,7 @@ def test_sharded_weights_are_averaged_in_parts(kind: str, size: int) -> None:
 
 
 def test_the_ranks_agree_on_the_statistics() -> None:
-    first, second = run_ranks(_statistics_of_rank, 2)
-    for name, value in first.items():
+    rank_0, second = run_ranks(_statistics_of_rank, 2)
+    for name, value in rank_0.items():
         assert torch.equal(value, second[name]), name
-    assert int(first["net.1.num_batches_tracked"]) == 8
+    assert int(rank_0["net.1.num_batches_tracked"]) == 8

@@ -29,10 +29,10 @@ def _stopped_at(limit_s: float) -> tuple[int, str]:
 
 
 def test_all_ranks_end_at_the_same_update() -> None:
-    first, second = run_ranks(_stopped_at, 2, 0.5)
-    assert first == second
-    assert first[0] < 100
-    assert first[1] == "max_seconds is 0.5"
+    rank_0, second = run_ranks(_stopped_at, 2, 0.5)
+    assert rank_0 == second
+    assert rank_0[0] < 100
+    assert rank_0[1] == "max_seconds is 0.5"
 
 
 def test_enough_time_changes_nothing() -> None:

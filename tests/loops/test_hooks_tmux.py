@@ -69,9 +69,9 @@ class Tmux:
 
 @pytest.fixture
 def tmux(tmp_path: Path) -> Iterator[Tmux]:
-    made = Tmux(tmp_path)
-    yield made
-    made.call("kill-server")
+    terminal = Tmux(tmp_path)
+    yield terminal
+    terminal.call("kill-server")
 
 
 def box_of(width: int) -> Callable[[list[str]], bool]:

@@ -38,7 +38,7 @@ class Seen(BaseMetric):
         self._results += number.unbind()
 
     def compute_metric(self, results: list[Any]) -> dict[str, Any]:
-        return {"number": np.array([int(one) for one in results]), "count": len(results)}
+        return {"number": np.array([int(result) for result in results]), "count": len(results)}
 
 
 class Scores(BaseModel):
@@ -79,9 +79,9 @@ def evaluate(count: int, deal: Callable[[TensorDataset], DataLoader[Any]]) -> di
     metrics = {"seen": Seen(), "accuracy": torch_accuracy, "correct": Correct()}
     loop = ValLoop(deal(make_samples(count)), metrics)
     state = LoopState(SingleDevice(Scores()))
-    first = loop.run(state, HookList())
-    assert loop.run(state, HookList()) == first == state.metrics
-    return first
+    results = loop.run(state, HookList())
+    assert loop.run(state, HookList()) == results == state.metrics
+    return results
 
 
 @pytest.mark.parametrize("world_size", [3, *slow(2)])

@@ -59,10 +59,12 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert_identical(weights_of(other), weights_of(state))
     assert other.state_dict() == state.state_dict()
     assert other.stateful["hooks.counter"].value[1] == (2.5, None)
-    old, new = state.optim_wrapper.state_dict(), other.optim_wrapper.state_dict()
-    assert old["param_groups"] == new["param_groups"]
-    for index, buffers in old["state"].items():
-        assert torch.equal(buffers["momentum_buffer"], new["state"][index]["momentum_buffer"])
+    saved_state, loaded_state = state.optim_wrapper.state_dict(), other.optim_wrapper.state_dict()
+    assert saved_state["param_groups"] == loaded_state["param_groups"]
+    for index, buffers in saved_state["state"].items():
+        assert torch.equal(
+            buffers["momentum_buffer"], loaded_state["state"][index]["momentum_buffer"]
+        )
 
 
 def test_the_folder_describes_itself(tmp_path: Path) -> None:
@@ -423,7 +425,7 @@ def test_checkpoints_move_between_wrappers_and_world_sizes(
         assert_identical(weights, weights_of(single))
     draws = [draw for _, draw in again]
     expected = [torch.rand((), generator=torch.Generator().manual_seed(100 + r)) for r in (0, 1)]
-    assert draws[:2] == [each.item() for each in expected]
+    assert draws[:2] == [value.item() for value in expected]
     assert draws[2] not in draws[:2]
     assert run_ranks(_restore_on_ranks, 3, path)[2][1] == draws[2]
 

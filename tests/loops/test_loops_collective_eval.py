@@ -48,7 +48,7 @@ class Targets(BaseMetric):
         self._results += target.tolist()
 
     def compute_metric(self, results: list[int]) -> list[int]:
-        return [results.count(one) for one in range(3)]
+        return [results.count(result) for result in range(3)]
 
 
 class Count:
@@ -86,9 +86,9 @@ def evaluate(samples: int, batch_size: int, *, sized: bool = True) -> tuple[dict
     has_length = sized or (dist.is_initialized() and samples % 2 and not dist.get_rank())
     loop = ValLoop(loader if has_length else Unsized(loader), make_metrics())
     state, count = LoopState(wrap(make_model())), Count()
-    first = loop.run(state, HookList([count]))
-    assert loop.run(state, HookList()) == first
-    return first, count.batches
+    results = loop.run(state, HookList([count]))
+    assert loop.run(state, HookList()) == results
+    return results, count.batches
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_each_sample_counts_once_if_steps_are_collective(
     by_rank = run_ranks(evaluate, world_size, samples, batch_size, sized=sized)
     for rank, (metrics, batches) in enumerate(by_rank):
         assert metrics == pytest.approx(alone, rel=1e-6)
-        own = len(range(rank, samples, world_size))
-        assert batches == -(-own // batch_size)
+        rank_samples = len(range(rank, samples, world_size))
+        assert batches == -(-rank_samples // batch_size)
 
 
 class OneMore:
@@ -203,9 +203,9 @@ def _broken(where: str, at: int, rank: int, kind: str) -> tuple[type, str]:
 def test_a_rank_that_fails_ends_the_evaluation_on_all(
     where: str, at: int, rank: int, kind: str, ranks: int
 ) -> None:
-    found = run_ranks(_broken, ranks, where, at, rank, kind)
-    for own, (error, text) in enumerate(found):
-        if own == rank:
+    outcomes = run_ranks(_broken, ranks, where, at, rank, kind)
+    for failed_rank, (error, text) in enumerate(outcomes):
+        if failed_rank == rank:
             assert (error, text) == (OSError, "disk gone")
         else:
             assert error is RuntimeError
@@ -216,8 +216,8 @@ def _interrupted(rank: int, at: int, sized: bool) -> tuple[int, int, dict[str, f
     model = StepFullyShardedDataParallel(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader: Any = build_loader(make_data(400), batch_size=1)
-    val = ValLoop(loader if sized else Unsized(loader), make_metrics())
-    loop = EpochTrainLoop(make_loader(8), max_epochs=2, val_loop=val)
+    val_loop = ValLoop(loader if sized else Unsized(loader), make_metrics())
+    loop = EpochTrainLoop(make_loader(8), max_epochs=2, val_loop=val_loop)
     mine = at if dist.get_rank() == rank else 0
     count = Count(mine, lambda: os.kill(os.getpid(), signal.SIGTERM))
     state = LoopState(model, OptimWrapper(optimizer))
@@ -229,9 +229,9 @@ def _interrupted(rank: int, at: int, sized: bool) -> tuple[int, int, dict[str, f
 def test_a_signal_cuts_a_collective_evaluation_on_all_ranks(
     rank: int, at: int, sized: bool
 ) -> None:
-    first, second = run_ranks(_interrupted, 2, rank, at, sized)
-    assert first[:3] == second[:3] == (signal.SIGTERM, 1, {})
-    assert at <= first[3] == second[3] < 200
+    rank_0, second = run_ranks(_interrupted, 2, rank, at, sized)
+    assert rank_0[:3] == second[:3] == (signal.SIGTERM, 1, {})
+    assert at <= rank_0[3] == second[3] < 200
 
 
 def _shared_samples(build: str, data: int) -> tuple[dict[str, float], int]:

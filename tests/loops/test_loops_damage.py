@@ -123,8 +123,8 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_taken(
         caplog.clear()
         bad = copied(plain, tmp_path / "run")
         DAMAGES[kind](bad / file.name)
-        found = find_checkpoint(tmp_path / "run")
-        assert found == min(bad.parent.glob("step_*"))
+        checkpoint = find_checkpoint(tmp_path / "run")
+        assert checkpoint == min(bad.parent.glob("step_*"))
         assert f"{bad}" in caplog.text
         assert file.name in caplog.text
         with pytest.raises(CheckpointError, match=file.name):
@@ -156,18 +156,18 @@ def test_a_description_of_another_shape_is_named_or_harmless(
     bad = copied(plain, tmp_path / "run")
     good = min(bad.parent.glob("step_*"))
     meta = json.loads((bad / "checkpoint.json").read_text())
-    taken = 0
+    accepted = 0
     for text in _descriptions(meta):
         (bad / "checkpoint.json").write_bytes(text.encode(errors="surrogatepass"))
         caplog.clear()
-        found = find_checkpoint(bad.parent)
+        checkpoint = find_checkpoint(bad.parent)
         named = f"{bad} is damaged: checkpoint.json" in caplog.text
-        assert (found == good) == named, text[:200]
-        if found == bad:
-            taken += 1
+        assert (checkpoint == good) == named, text[:200]
+        if checkpoint == bad:
+            accepted += 1
             load_checkpoint(bad).restore(fresh())
     # Accepted changes: reason, torch version, metrics, a lower serial or step.
-    assert 0 < taken < 60
+    assert 0 < accepted < 60
 
 
 def _damaged(content: bytes, chance: random.Random) -> bytes:
@@ -203,16 +203,16 @@ def test_any_damage_of_bytes_is_named(
         chance = random.Random(number)
         # Damage the description half of the time, because no other file is a check of it.
         file = chance.choice([bad / "checkpoint.json", chance.choice(files)])
-        whole = file.read_bytes()
-        damaged = _damaged(whole, chance)
+        content = file.read_bytes()
+        damaged = _damaged(content, chance)
         file.write_bytes(damaged)
         caplog.clear()
-        found = find_checkpoint(bad.parent)
-        assert found == (bad if damaged == whole else good), number
+        checkpoint = find_checkpoint(bad.parent)
+        assert checkpoint == (bad if damaged == content else good), number
         # A change to a later format number is valid.
         is_later = re.search(rf"{re.escape(str(bad))} has format \d+;.* skipped", caplog.text)
-        assert damaged == whole or is_later or f"{bad} is damaged" in caplog.text, number
-        file.write_bytes(whole)
+        assert damaged == content or is_later or f"{bad} is damaged" in caplog.text, number
+        file.write_bytes(content)
 
 
 def test_an_entry_of_a_description_that_was_changed_is_found(plain: Path, tmp_path: Path) -> None:
@@ -236,15 +236,15 @@ def _replaced(content: Any, depth: int = 5) -> Iterator[Any]:
             if isinstance(content, tuple):
                 yield (*content[:key], changed, *content[key + 1 :])
             else:
-                whole = copy.copy(content)
-                whole[key] = changed
-                yield whole
+                damaged = copy.copy(content)
+                damaged[key] = changed
+                yield damaged
         if isinstance(content, dict):
             yield {k: v for k, v in content.items() if k != key}
 
 
 def _check_contents(
-    folder: Path, target: Path, name: str, new: Callable[[], LoopState], every: int
+    folder: Path, target: Path, name: str, make_state: Callable[[], LoopState], every: int
 ) -> int:
     """Check each `every`-th change of a file's content; return the number of errors."""
     bad = copied(folder, target)
@@ -259,7 +259,7 @@ def _check_contents(
     for changed in itertools.islice(_replaced(content), 0, None, step):
         rewritten(bad, name, changed)
         try:
-            load_checkpoint(bad).restore(new())
+            load_checkpoint(bad).restore(make_state())
         except CheckpointError as error:
             texts.append(str(error))
     # A rank's gradients and logs are searched in the files of all ranks.
@@ -279,8 +279,8 @@ def test_content_of_another_kind_is_named(
 ) -> None:
     is_sharded = "shard" in name
     folder = request.getfixturevalue("sharded" if is_sharded else "plain")
-    new = (lambda: make_run("single")) if is_sharded else fresh
-    assert _check_contents(folder, tmp_path / "run", name, new, every) > 20 // every
+    make_state = (lambda: make_run("single")) if is_sharded else fresh
+    assert _check_contents(folder, tmp_path / "run", name, make_state, every) > 20 // every
 
 
 @pytest.mark.parametrize("dtype", ["nn", "float33"])
@@ -300,8 +300,8 @@ def test_only_files_that_can_be_read_are_listed(sharded: Path) -> None:
         with pytest.raises(CheckpointError, match=f"must be one of .*, got {name}") as caught:
             checkpoint.read(name)
         listed = str(caught.value).partition("one of ")[2].partition(", got")[0].split(", ")
-        for one in listed:
-            checkpoint.read(one)
+        for file_name in listed:
+            checkpoint.read(file_name)
 
 
 class Harm:

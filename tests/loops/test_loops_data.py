@@ -45,8 +45,8 @@ def shards(samples: int, size: int, world: int, **options: Any) -> list[list[lis
 @given(**SHAPES)
 def test_evaluation_has_each_sample_exactly_once(samples: int, size: int, world: int) -> None:
     by_rank = shards(samples, size, world, even=False)
-    seen = [index for batches in by_rank for batch in batches for index in batch]
-    assert sorted(seen) == list(range(samples))
+    indices = [index for batches in by_rank for batch in batches for index in batch]
+    assert sorted(indices) == list(range(samples))
 
 
 @settings(max_examples=60, deadline=None)
@@ -54,10 +54,10 @@ def test_evaluation_has_each_sample_exactly_once(samples: int, size: int, world:
 def test_training_has_equal_shares_of_all_samples(samples: int, size: int, world: int) -> None:
     by_rank = shards(samples, size, world)
     lengths = [[len(batch) for batch in batches] for batches in by_rank]
-    assert all(each == lengths[0] for each in lengths)
-    seen = [index for batches in by_rank for batch in batches for index in batch]
-    assert set(seen) == set(range(samples))
-    assert len(seen) == -(-samples // world) * world
+    assert all(length == lengths[0] for length in lengths)
+    indices = [index for batches in by_rank for batch in batches for index in batch]
+    assert set(indices) == set(range(samples))
+    assert len(indices) == -(-samples // world) * world
 
 
 @settings(max_examples=60, deadline=None)
@@ -67,8 +67,8 @@ def test_global_batches_are_consecutive_pieces_of_one_order(
 ) -> None:
     order = [index for batch in shards(samples, 1, 1)[0] for index in batch]
     by_rank = shards(samples, size, world)
-    whole = samples // (size * world)
-    for k in range(whole):
+    full_batches = samples // (size * world)
+    for k in range(full_batches):
         together = sorted(index for batches in by_rank for index in batches[k])
         assert together == sorted(order[k * size * world : (k + 1) * size * world])
 
@@ -115,7 +115,9 @@ class Noisy(Dataset[Any]):
 
 
 def batches_as_lists(loader: Any, epoch: int, batch: int = 0) -> list[list[list[float]]]:
-    return [[part.tolist() for part in parts] for parts in batches_from(loader, epoch, batch)]
+    return [
+        [tensor.tolist() for tensor in tensors] for tensors in batches_from(loader, epoch, batch)
+    ]
 
 
 def noisy_loader(num_workers: int) -> DataLoader[Any]:
@@ -126,23 +128,23 @@ def noisy_loader(num_workers: int) -> DataLoader[Any]:
 
 def test_workers_repeat_their_augmentations_whatever_their_number() -> None:
     two = noisy_loader(2)
-    whole = batches_as_lists(two, epoch=1)
-    assert batches_as_lists(two, epoch=1, batch=4) == whole[4:]
-    assert batches_as_lists(noisy_loader(1), epoch=1) == whole
-    assert batches_as_lists(two, epoch=2) != whole
-    indices = [parts[0] for parts in whole]
-    assert [parts[0] for parts in batches_as_lists(noisy_loader(0), epoch=1)] == indices
+    reference = batches_as_lists(two, epoch=1)
+    assert batches_as_lists(two, epoch=1, batch=4) == reference[4:]
+    assert batches_as_lists(noisy_loader(1), epoch=1) == reference
+    assert batches_as_lists(two, epoch=2) != reference
+    indices = [tensors[0] for tensors in reference]
+    assert [tensors[0] for tensors in batches_as_lists(noisy_loader(0), epoch=1)] == indices
 
 
 def test_a_position_is_reached_without_reading_or_drawing() -> None:
     dataset = Noisy()
     loader = build_loader(dataset, batch_size=2, train=True, shuffle=True)
-    whole = [parts[0].tolist() for parts in batches_from(loader, 1)]
+    reference = [tensors[0].tolist() for tensors in batches_from(loader, 1)]
     dataset.read.clear()
     before = torch.get_rng_state()
-    rest = batches_from(loader, 1, 4)
+    remaining = batches_from(loader, 1, 4)
     assert torch.equal(torch.get_rng_state(), before)
-    assert [parts[0].tolist() for parts in rest] == whole[4:]
+    assert [tensors[0].tolist() for tensors in remaining] == reference[4:]
     assert len(dataset.read) == 4
 
 
@@ -165,9 +167,9 @@ def test_a_loader_with_a_sampler_that_knows_the_epoch_is_skipped_by_index() -> N
     dataset = Noisy(8)
     loader = DataLoader(dataset, batch_size=2, sampler=Counting())
     before = torch.get_rng_state()
-    rest = batches_from(loader, 3, 2)
+    remaining = batches_from(loader, 3, 2)
     assert torch.equal(torch.get_rng_state(), before)
-    assert [parts[0].tolist() for parts in rest] == [[7, 0], [1, 2]]
+    assert [tensors[0].tolist() for tensors in remaining] == [[7, 0], [1, 2]]
     assert dataset.read == [7, 0, 1, 2]
 
 
@@ -182,9 +184,9 @@ def test_other_iterables_are_read_up_to_the_place_with_one_log_line(
     loader = DataLoader(Noisy(8), batch_size=2, shuffle=True)
     before = torch.get_rng_state()
     with caplog.at_level(logging.WARNING):
-        rest = batches_from(loader, 0, 3)
+        remaining = batches_from(loader, 0, 3)
     assert torch.equal(torch.get_rng_state(), before)
-    assert len(list(rest)) == 1
+    assert len(list(remaining)) == 1
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "by reading and discarding 3 batches" in caplog.text
 

@@ -41,9 +41,9 @@ def _seen(stages: list[list[dict[str, Any]]]) -> list[set[int]]:
     """Return the samples of each update; fail if a sample came twice."""
     by_update: dict[int, list[int]] = {}
     for ranks in stages:
-        shards = {one["shard"]: one["seen"] for one in ranks}
-        for seen in shards.values():
-            for update, samples in seen:
+        shards = {rank_result["shard"]: rank_result["seen"] for rank_result in ranks}
+        for updates_seen in shards.values():
+            for update, samples in updates_seen:
                 by_update.setdefault(update, []).extend(samples)
     assert all(len(set(samples)) == len(samples) for samples in by_update.values())
     assert sorted(by_update) == list(range(len(by_update)))
@@ -52,8 +52,8 @@ def _seen(stages: list[list[dict[str, Any]]]) -> list[set[int]]:
 
 def _difference(stages: list[list[dict[str, Any]]], expected: dict[str, torch.Tensor]) -> float:
     return max(
-        (one["weights"][name] - value).abs().max().item()
-        for one in stages[-1]
+        (rank_result["weights"][name] - value).abs().max().item()
+        for rank_result in stages[-1]
         for name, value in expected.items()
     )
 
@@ -66,10 +66,10 @@ def test_one_three_two_and_four_ranks_within_an_epoch(kind: str, tmp_path: Path)
     assert _seen(done) == [set(update) for update in updates(60, 12)]
     assert _difference(done, plain(60, 12)[0]) <= 1e-12
     # The counters equal an uninterrupted run on as many ranks.
-    data_ranks = len({one["shard"] for one in done[-1]})
-    each = -(-12 // (6 * data_ranks))
-    assert {one["counters"] for one in done[-1]} == {(2, 0, 10 * each, 10, 10)}
-    assert {one["counts"] for one in done[-1]} == {(10 * each, 10 * each)}
+    data_ranks = len({rank_result["shard"] for rank_result in done[-1]})
+    per_epoch = -(-12 // (6 * data_ranks))
+    assert {rank_result["counters"] for rank_result in done[-1]} == {(2, 0, 10 * per_epoch, 10, 10)}
+    assert {rank_result["counts"] for rank_result in done[-1]} == {(10 * per_epoch, 10 * per_epoch)}
 
 
 # 10 samples per update, which 3 and 4 ranks cannot share equally; 7 in the last one.
@@ -83,13 +83,13 @@ def test_with_weights_a_run_resumes_on_any_number_of_ranks(kind: str, tmp_path: 
     assert _seen(done) == [set(update) for update in updates(47, 10)]
     weights, mean = plain(47, 10)
     assert _difference(done, weights) <= 1e-12
-    each = 10 if kind == "tensor" else 5
-    unbroken = _stages(kind, tmp_path / "unbroken", [(2, None, each)], accumulate=1, **options)
+    per_epoch = 10 if kind == "tensor" else 5
+    unbroken = _stages(kind, tmp_path / "unbroken", [(2, None, per_epoch)], accumulate=1, **options)
     assert _difference(done, unbroken[0][0]["weights"]) <= 1e-12
     # The last record covers all updates, because none was due before.
-    for one in done[-1] + unbroken[0]:
-        assert one["counters"][3:] == (10, 10)
-        assert one["record"]["loss"] == pytest.approx(mean, abs=1e-12)
+    for rank_result in done[-1] + unbroken[0]:
+        assert rank_result["counters"][3:] == (10, 10)
+        assert rank_result["record"]["loss"] == pytest.approx(mean, abs=1e-12)
 
 
 def test_an_iteration_loop_resumes_on_other_ranks(tmp_path: Path) -> None:
@@ -103,10 +103,10 @@ def test_an_iteration_loop_resumes_on_other_ranks(tmp_path: Path) -> None:
 def test_a_run_without_weights_resumes_with_weights(tmp_path: Path) -> None:
     """As the error below advises, 8 samples per update on 2 ranks continue on 3."""
     options: dict[str, Any] = {"samples": 40, "accumulate": 1}
-    first = _stages("ddp", tmp_path, [(2, 2, 4)], **options)
-    rest = _stages("ddp", tmp_path, [(3, None, 4)], loss_weight="samples", **options)
-    assert _seen(first + rest) == [set(update) for update in updates(40, 8)]
-    assert _difference(first + rest, plain(40, 8)[0]) <= 1e-12
+    stages = _stages("ddp", tmp_path, [(2, 2, 4)], **options)
+    later_stages = _stages("ddp", tmp_path, [(3, None, 4)], loss_weight="samples", **options)
+    assert _seen(stages + later_stages) == [set(update) for update in updates(40, 8)]
+    assert _difference(stages + later_stages, plain(40, 8)[0]) <= 1e-12
 
 
 def _refused(folder: Path, **options: Any) -> str:
@@ -132,8 +132,8 @@ def test_another_batch_size_keeps_the_global_batch(tmp_path: Path) -> None:
     """Padding is kept as well: the last update of 19 samples repeats the first sample."""
     stages = [(2, 3, 4), (2, None, 3)]
     done = _stages("ddp", tmp_path / "now", stages, samples=19, accumulate=1)
-    whole = _stages("ddp", tmp_path / "whole", [(2, None, 4)], samples=19, accumulate=1)
-    assert _difference(done, whole[0][0]["weights"]) <= 1e-12
+    uninterrupted = _stages("ddp", tmp_path / "whole", [(2, None, 4)], samples=19, accumulate=1)
+    assert _difference(done, uninterrupted[0][0]["weights"]) <= 1e-12
 
 
 @pytest.mark.parametrize(("batch_size", "count"), [(4, 1), (2, 2)])

@@ -105,8 +105,8 @@ def test_sets_heads_and_transforms_are_exact(ranks: int) -> None:
         expected[f"{name}/accuracy"] = (classes == samples.side).float().mean()
         expected[f"{name}/distance"] = (classes - samples.side).abs().float().mean()
         expected[f"{name}/far"] = (preds["far"].relu() - samples.far).square().mean()
-    for found in run_ranks(evaluate_heads, ranks):
-        assert found == pytest.approx({key: value.item() for key, value in expected.items()})
+    for metrics in run_ranks(evaluate_heads, ranks):
+        assert metrics == pytest.approx({key: value.item() for key, value in expected.items()})
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_a_model_without_heads_is_named() -> None:
 
 
 def test_a_transform_of_outputs_without_names_gets_them() -> None:
-    given = MetricInputs(MeanSquaredError(), transform=lambda outputs: outputs * 2)
-    assert torch.equal(given.select("one", torch.ones(2)), torch.full((2,), 2.0))
+    inputs = MetricInputs(MeanSquaredError(), transform=lambda outputs: outputs * 2)
+    assert torch.equal(inputs.select("one", torch.ones(2)), torch.full((2,), 2.0))
 
 
 def test_loops_of_two_kinds_are_refused() -> None:
@@ -173,21 +173,21 @@ def stop_in(name: str, step: int) -> Any:
 
 def interrupted(folder: Path, name: str, step: int) -> dict[str, Any]:
     """Return an uninterrupted run, and one that is stopped inside a validation and resumed."""
-    whole, records = new_state(), Records()
-    train_sets(whole, [records])
-    first = new_state(run_dir=folder)
+    uninterrupted, records = new_state(), Records()
+    train_sets(uninterrupted, [records])
+    stopped = new_state(run_dir=folder)
     cut = Records()
-    train_sets(first, [stop_in(name, step), cut, LogHook()])
-    saved = save_checkpoint(folder / "checkpoints", first)
-    second, rest = new_state(run_dir=folder), Records()
+    train_sets(stopped, [stop_in(name, step), cut, LogHook()])
+    saved = save_checkpoint(folder / "checkpoints", stopped)
+    second, later_records = new_state(run_dir=folder), Records()
     load_checkpoint(saved).restore(second)
-    train_sets(second, [rest, LogHook()])
+    train_sets(second, [later_records, LogHook()])
     return {
         "whole": records.evaluated,
         "cut": [*filter(None, cut.evaluated)],
-        "rest": rest.evaluated,
-        "evaluated_at": first.evaluated_at,
-        "same": all(map(torch.equal, weights(whole), weights(second))),
+        "rest": later_records.evaluated,
+        "evaluated_at": stopped.evaluated_at,
+        "same": all(map(torch.equal, weights(uninterrupted), weights(second))),
     }
 
 
@@ -196,13 +196,13 @@ def interrupted(folder: Path, name: str, step: int) -> dict[str, Any]:
 def test_a_stop_in_the_second_set_repeats_the_validation(
     tmp_path: Path, ranks: int, step: int, done: int
 ) -> None:
-    for found in run_ranks(interrupted, ranks, tmp_path, "noisy", step):
-        assert found["evaluated_at"] == done
-        assert found["same"]
-        assert [*found["cut"], *found["rest"]] == found["whole"]
-        assert [*found["whole"][0]] == ["clean/error", "noisy/error"]
+    for result in run_ranks(interrupted, ranks, tmp_path, "noisy", step):
+        assert result["evaluated_at"] == done
+        assert result["same"]
+        assert [*result["cut"], *result["rest"]] == result["whole"]
+        assert [*result["whole"][0]] == ["clean/error", "noisy/error"]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    steps = [one["step"] for one in map(json.loads, lines) if one["phase"] == "val"]
+    steps = [record["step"] for record in map(json.loads, lines) if record["phase"] == "val"]
     assert steps == [0, 2, 4]
 
 
@@ -224,12 +224,12 @@ def test_the_validation_before_training_is_of_the_new_model_and_is_not_repeated(
     assert records.evaluated[0]["noisy/error"] == pytest.approx(error)
     assert len(records.evaluated) == 3
     (saved,) = (tmp_path / "checkpoints").iterdir()
-    resumed, rest = new_state(run_dir=tmp_path), Records()
+    resumed, later_records = new_state(run_dir=tmp_path), Records()
     load_checkpoint(saved).restore(resumed)
-    train_sets(resumed, [rest, LogHook()])
-    assert rest.evaluated == records.evaluated[1:]
+    train_sets(resumed, [later_records, LogHook()])
+    assert later_records.evaluated == records.evaluated[1:]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(one)["step"] for one in lines if '"val"' in one] == [0, 2, 4]
+    assert [json.loads(line)["step"] for line in lines if '"val"' in line] == [0, 2, 4]
     plain = new_state()
     train_sets(plain, val_begin=1)
     assert all(map(torch.equal, weights(plain), weights(resumed)))

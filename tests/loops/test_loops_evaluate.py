@@ -72,10 +72,10 @@ def evaluate(samples: int, batch_size: int) -> dict[str, float]:
     model = SingleDevice(SupervisedModel(Answers(), nn.CrossEntropyLoss()))
     loop = ValLoop(loader, metrics)
     state = LoopState(model)
-    first = loop.run(state, HookList())
-    assert loop.run(state, HookList()) == first
-    assert state.metrics == first
-    return first
+    result = loop.run(state, HookList())
+    assert loop.run(state, HookList()) == result
+    assert state.metrics == result
+    return result
 
 
 def test_each_sample_counts_once_on_one_two_and_three_ranks() -> None:

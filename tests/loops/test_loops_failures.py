@@ -42,24 +42,28 @@ class Samples(Dataset[tuple[Tensor, int]]):
 
 
 def stack(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
-    return torch.stack([one for one, _ in samples]), torch.tensor([label for _, label in samples])
+    return torch.stack([sample for sample, _ in samples]), torch.tensor(
+        [label for _, label in samples]
+    )
 
 
 @pytest.mark.parametrize(
-    ("fault", "given"),
+    ("fault", "expected_samples"),
     [("broken", []), ("long", ["1 x [float32 (4,), int], 1 x [float32 (5,), int]"])],
 )
 @pytest.mark.parametrize("collate", [None, stack])
 def test_only_an_error_of_the_collate_function_is_noted_with_its_samples(
-    fault: str, given: list[str], collate: Any
+    fault: str, expected_samples: list[str], collate: Any
 ) -> None:
     loader = build_loader(Samples(**{fault: 3}), batch_size=2, collate=collate)
     with pytest.raises((ValueError, RuntimeError)) as caught:
         EpochTrainLoop(loader, max_epochs=1).run(make_state(), HookList())
-    first, *others = caught.value.__notes__  # type: ignore[attr-defined]
-    assert first.startswith("while reading batch 2 of epoch 1 from Samples at ")
-    assert [note.partition(" was given ")[2] for note in others] == given
-    assert all(note.startswith("stack at " if collate else "default_collate") for note in others)
+    head_note, *other_notes = caught.value.__notes__  # type: ignore[attr-defined]
+    assert head_note.startswith("while reading batch 2 of epoch 1 from Samples at ")
+    assert [note.partition(" was given ")[2] for note in other_notes] == expected_samples
+    assert all(
+        note.startswith("stack at " if collate else "default_collate") for note in other_notes
+    )
 
 
 class Boxes(list[float]):
@@ -89,17 +93,17 @@ class Fail(Hook):
     """Raise in one batch at one place; save alone after the error."""
 
     def __init__(
-        self, folder: Path, place: str, iteration: int, error: BaseException | None = None
+        self, folder: Path, event: str, iteration: int, error: BaseException | None = None
     ) -> None:
         self.folder = folder
-        self.place = place
+        self.place = event
         self.iteration = iteration
         self.error = error or OSError("out of memory")
         self.path: Path | None = None
         self.before: dict[str, Tensor] = {}
 
-    def fail(self, place: str, state: LoopState) -> None:
-        if (place, state.iteration) == (self.place, self.iteration):
+    def fail(self, event: str, state: LoopState) -> None:
+        if (event, state.iteration) == (self.place, self.iteration):
             raise self.error
 
     def on_train_start(self, state: LoopState) -> None:
@@ -126,7 +130,7 @@ class Fail(Hook):
 
 def failed(
     folder: Path,
-    place: str,
+    event: str,
     iteration: int,
     error: BaseException | None = None,
     *,
@@ -134,7 +138,7 @@ def failed(
     dropout: float = 0.0,
 ) -> Fail:
     state = make_state(accumulate=window, dropout=dropout)
-    hook = Fail(folder, place, iteration, error)
+    hook = Fail(folder, event, iteration, error)
     with pytest.raises(type(hook.error)):
         EpochTrainLoop(make_loader(16), max_epochs=2).run(state, HookList([hook]))
     return hook
@@ -147,7 +151,7 @@ def uninterrupted(window: int, dropout: float = 0.0) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("place", "iteration", "window", "start"),
+    ("event", "iteration", "window", "start"),
     [
         ("read", 5, 1, 5),
         ("read", 5, 2, 4),
@@ -158,10 +162,10 @@ def uninterrupted(window: int, dropout: float = 0.0) -> dict[str, Tensor]:
     ],
 )
 def test_a_batch_that_failed_is_repeated_with_its_window(
-    tmp_path: Path, place: str, iteration: int, window: int, start: int
+    tmp_path: Path, event: str, iteration: int, window: int, start: int
 ) -> None:
     """The saved checkpoint has nothing of the failed batch, and is not found as the latest."""
-    path = failed(tmp_path, place, iteration, window=window).path
+    path = failed(tmp_path, event, iteration, window=window).path
     assert path is not None
     assert path.name.startswith("incomplete_step_")
     assert find_checkpoint(tmp_path) is None
@@ -188,12 +192,12 @@ def test_a_resume_from_an_incomplete_checkpoint_abandons_later_ones(tmp_path: Pa
     state = make_state()
     state.step = 9
     save_checkpoint(tmp_path, state, is_best=True)
-    for source, kept in ((path, 5), (tmp_path / "abandoned_step_00000009", 9)):
+    for source, step in ((path, 5), (tmp_path / "abandoned_step_00000009", 9)):
         resumed = make_state()
         load_checkpoint(source).restore(resumed)
         again = save_checkpoint(tmp_path, resumed)
         assert [*tmp_path.glob("step_*")] == [again]
-        assert again.name == f"step_{kept:08d}"
+        assert again.name == f"step_{step:08d}"
         assert find_checkpoint(tmp_path, "best") is None
 
 
@@ -204,7 +208,7 @@ def test_one_incomplete_checkpoint_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "error", "reason"),
+    ("event", "error", "reason"),
     [
         ("batch_end", OSError("away"), "before the step was counted"),
         ("step", OSError("away"), "before the step was counted"),
@@ -213,9 +217,9 @@ def test_one_incomplete_checkpoint_stays(tmp_path: Path) -> None:
     ],
 )
 def test_nothing_is_saved_if_weights_may_be_ahead_of_the_counters(
-    tmp_path: Path, place: str, error: BaseException, reason: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, event: str, error: BaseException, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert failed(tmp_path, place, 5, error).path is None
+    assert failed(tmp_path, event, 5, error).path is None
     assert list(tmp_path.iterdir()) == []
     assert reason in caplog.text
 
@@ -242,8 +246,8 @@ def test_nothing_is_saved_in_a_step_of_several_optimizers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = SupervisedModel(nn.Linear(4, 3), nn.CrossEntropyLoss())
-    parts = {name: OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)) for name in "ab"}
-    state = LoopState(TwoStep(model), OptimWrapperDict(**parts))
+    members = {name: OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)) for name in "ab"}
+    state = LoopState(TwoStep(model), OptimWrapperDict(**members))
     hook = Fail(tmp_path, "backward", 2)
     with pytest.raises(OSError, match="memory"):
         EpochTrainLoop(make_loader(8), max_epochs=1).run(state, HookList([hook]))

@@ -49,14 +49,14 @@ class Rows(Dataset[Any]):
 def both(dataset: Dataset[Any], **options: Any) -> list[DataLoader[Any]]:
     """Return the loader that reads samples and the one that selects rows."""
     loaders = [build_loader(dataset, in_memory=kind, **options) for kind in (False, True)]
-    assert [type(one) for one in loaders] == [DataLoader, TensorLoader]
+    assert [type(loader) for loader in loaders] == [DataLoader, TensorLoader]
     return loaders
 
 
 def assert_same_batches(plain: Any, ours: Any) -> None:
-    for one, other in zip(plain, ours, strict=True):
-        assert type(one) is type(other)
-        assert_close(other, one, rtol=0, atol=0, equal_nan=True, check_stride=True)
+    for batch, other in zip(plain, ours, strict=True):
+        assert type(batch) is type(other)
+        assert_close(other, batch, rtol=0, atol=0, equal_nan=True, check_stride=True)
 
 
 @settings(max_examples=80, deadline=None)
@@ -106,15 +106,15 @@ def test_rows_are_the_indices_however_updates_are_cut(
     flags: tuple[bool, bool, bool],
     start: int,
 ) -> None:
-    whole, weighted, even = flags
+    same_count, weighted, even = flags
     for rank in range(world):
         sampler = ShardedBatchSampler(
             samples, run, shuffle=True, rank=rank, world_size=world, even=even
         )
         size = max(run * (micro - 1) + 1, run * micro - less)
-        sampler.cut(size, micro, same_batch_count=whole and not weighted, weighted=weighted)
+        sampler.cut(size, micro, same_batch_count=same_count and not weighted, weighted=weighted)
         sampler.set_position(2, start)
-        rows = [one.tolist() for one in sampler.rows()]
+        rows = [row.tolist() for row in sampler.rows()]
         assert rows == [sampler.indices_of(2, index) for index in range(start, len(sampler))]
         assert rows == list(sampler)
 
@@ -137,7 +137,9 @@ def test_a_batch_has_the_structure_of_the_samples(samples: Any, tensors: Any) ->
 def test_batches_are_pinned_like_collated_samples() -> None:
     plain, ours = both(make_data(5), batch_size=2, pin_memory=True)
     assert_same_batches(plain, ours)
-    pinned = [one.is_pinned() for loader in (plain, ours) for batch in loader for one in batch]
+    pinned = [
+        tensor.is_pinned() for loader in (plain, ours) for batch in loader for tensor in batch
+    ]
     assert set(pinned) == {torch.cuda.is_available()}
 
 
@@ -146,14 +148,14 @@ def test_rows_are_kept_on_the_device() -> None:
     data = make_data(5)
     loader = build_loader(data, batch_size=2, shuffle=True, in_memory="cuda")
     plain = build_loader(data, batch_size=2, shuffle=True, in_memory=False)
-    for one, other in zip(loader, plain, strict=True):
-        assert all(part.is_cuda for part in one)
-        assert all(torch.equal(a.cpu(), b) for a, b in zip(one, other, strict=True))
+    for batch, other in zip(loader, plain, strict=True):
+        assert all(tensor.is_cuda for tensor in batch)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(batch, other, strict=True))
 
 
 def test_batches_are_made_on_a_device() -> None:
     loader = build_loader(make_data(10), batch_size=4, in_memory="meta")
-    shapes = [[(one.device.type, tuple(one.shape)) for one in batch] for batch in loader]
+    shapes = [[(tensor.device.type, tuple(tensor.shape)) for tensor in batch] for batch in loader]
     assert shapes == [[("meta", (n, 4)), ("meta", (n,))] for n in (4, 4, 2)]
 
 
@@ -165,7 +167,7 @@ class Doubled(TensorDataset):
     """A data set whose samples differ from its rows."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return tuple(2 * one for one in super().__getitem__(index))
+        return tuple(2 * tensor for tensor in super().__getitem__(index))
 
 
 @pytest.mark.parametrize(

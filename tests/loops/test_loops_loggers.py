@@ -53,8 +53,8 @@ class Recorder(LoggerHook):
     ) -> None:
         self.calls.append((settings, [*metrics]))
 
-    def media(self, state: LoopState, name: str, item: Any) -> None:
-        self.calls.append((state.step, name, item))
+    def media(self, state: LoopState, name: str, content: Any) -> None:
+        self.calls.append((state.step, name, content))
 
     def close(self, failed: bool) -> None:
         self.calls.append("failed" if failed else "done")
@@ -80,9 +80,13 @@ def resume_at_4(folder: Path) -> LoopState:
 def test_a_custom_logger_gets_settings_scalars_and_media_in_order(tmp_path: Path) -> None:
     recorder = Recorder()
     train(state_in(tmp_path), [recorder, Shows()], epochs=1)
-    start, first, second, image, figure, text, val, end, done = recorder.calls
+    start, train_record, second, image, figure, text, val_record, end, done = recorder.calls
     assert start == (FLAT, [])
-    assert (first, second, val) == ((2, "train", "loss"), (4, "train", "loss"), (4, "val", "error"))
+    assert (train_record, second, val_record) == (
+        (2, "train", "loss"),
+        (4, "train", "loss"),
+        (4, "val", "error"),
+    )
     assert image[:2] == (4, "inputs/first")
     expected = (IMAGE.permute(1, 2, 0).numpy() * 255).round().astype(np.uint8)
     assert image[2].dtype == np.uint8
@@ -110,12 +114,12 @@ def test_without_a_run_folder_nothing_is_logged() -> None:
 def _train_two(folder: Path) -> list[Any]:
     recorder = Recorder()
     train(state_in(folder), [recorder, Shows()], epochs=1)
-    return [one for one in recorder.calls if one != "done"]
+    return [call for call in recorder.calls if call != "done"]
 
 
 def test_only_rank_0_logs(tmp_path: Path) -> None:
-    first, second = run_ranks(_train_two, 2, tmp_path)
-    assert len(first) == 7
+    rank_0, second = run_ranks(_train_two, 2, tmp_path)
+    assert len(rank_0) == 7
     assert second == []
 
 
@@ -191,19 +195,19 @@ def test_mlflow_has_settings_scalars_and_media_and_a_resume_continues_its_run(
     train(state_in(folder), [MLflowHook(tracking_uri=mlflow_uri, experiment="mine"), Shows()])
     client = pytest.importorskip("mlflow").MlflowClient(mlflow_uri)
     number = (folder / "mlflow_id.txt").read_text().strip()
-    found = client.get_run(number)
-    assert found.info.status == "FINISHED"
-    assert found.info.run_name == "digits"
-    assert found.data.params == {name: str(value) for name, value in FLAT.items()}
+    mlflow_run = client.get_run(number)
+    assert mlflow_run.info.status == "FINISHED"
+    assert mlflow_run.info.run_name == "digits"
+    assert mlflow_run.data.params == {name: str(value) for name, value in FLAT.items()}
     history = client.get_metric_history(number, "train/loss")
-    assert [one.step for one in history] == [2, 4, 6, 8]
-    assert {one.path for one in client.list_artifacts(number, "media")} >= {
+    assert [entry.step for entry in history] == [2, 4, 6, 8]
+    assert {artifact.path for artifact in client.list_artifacts(number, "media")} >= {
         "media/curve_4.png",
         "media/note_8.txt",
     }
     train(resume_at_4(folder), [MLflowHook(tracking_uri=mlflow_uri, experiment="mine")])
     assert (folder / "mlflow_id.txt").read_text().strip() == number
-    assert [one.step for one in client.get_metric_history(number, "val/error")][-1] == 8
+    assert [entry.step for entry in client.get_metric_history(number, "val/error")][-1] == 8
     # A run that starts from the beginning is a new MLflow run.
     train(state_in(folder), [MLflowHook(tracking_uri=mlflow_uri, experiment="mine")], epochs=1)
     assert (folder / "mlflow_id.txt").read_text().strip() != number

@@ -85,8 +85,8 @@ def given_up(folder: Path) -> bool:
 class StayAway(Hook):
     """Stop one rank once, at one place."""
 
-    def __init__(self, how: str, folder: Path, place: str) -> None:
-        self.how, self.folder, self.place = how, folder, place
+    def __init__(self, how: str, folder: Path, event: str) -> None:
+        self.how, self.folder, self.place = how, folder, event
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
         self.reach("on_batch_start", state)
@@ -97,15 +97,15 @@ class StayAway(Hook):
     def on_eval_batch_start(self, state: LoopState, batch: Any) -> None:
         self.reach("on_eval_batch_start", state)
 
-    def reach(self, place: str, state: LoopState) -> None:
-        if (place, state.step) == (self.place, 2):
+    def reach(self, event: str, state: LoopState) -> None:
+        if (event, state.step) == (self.place, 2):
             part(self.how, self.folder)
 
 
-def train(traced: bool, how: str, place: str, folder: Path) -> str:
+def train(traced: bool, how: str, event: str, folder: Path) -> str:
     model, optim = wrapped()
     loop = EpochTrainLoop(batches(2), max_epochs=2, val_loop=ValLoop(batches(2)))
-    hooks = [StayAway(how, folder, place)]
+    hooks = [StayAway(how, folder, event)]
     return error_of_run(traced, folder, Runner(model, loop, optim_wrapper=optim, hooks=hooks).train)
 
 
@@ -141,7 +141,7 @@ SLEEPS = r"rank 1 is at \S*test_loops_missing_ranks.py:\d+ in stay_away, in "
 
 
 @pytest.mark.parametrize(
-    ("traced", "how", "place", "waits", "absent"),
+    ("traced", "how", "event", "waits", "absent"),
     [
         (
             *(False, "stop", "on_update", r"training \(step 2, epoch 1\)"),
@@ -160,9 +160,9 @@ SLEEPS = r"rank 1 is at \S*test_loops_missing_ranks.py:\d+ in stay_away, in "
     ],
 )
 def test_a_loop_names_the_rank_that_does_not_come(
-    traced: bool, how: str, place: str, waits: str, absent: str, tmp_path: Path
+    traced: bool, how: str, event: str, waits: str, absent: str, tmp_path: Path
 ) -> None:
-    texts = run_ranks(train, 3, traced, how, place, tmp_path)
+    texts = run_ranks(train, 3, traced, how, event, tmp_path)
     for rank in (0, 2):
         expected = (
             rf"^CollectiveError: \w+ needs all 3 ranks, but did not finish on rank {rank}: "

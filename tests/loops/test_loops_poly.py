@@ -11,8 +11,8 @@ from stepwrap.registry import PARAM_SCHEDULERS
 
 
 def two_groups() -> SGD:
-    first, second = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
-    return SGD([{"params": [first], "lr": 0.2}, {"params": [second], "lr": 0.05}])
+    param, second = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    return SGD([{"params": [param], "lr": 0.2}, {"params": [second], "lr": 0.05}])
 
 
 def rates_of(scheduler: LRScheduler, steps: int) -> list[list[float]]:
@@ -25,29 +25,29 @@ def test_it_ends_at_the_lowest_rate(power: float) -> None:
         {"type": "PolyLR", "total_iters": 6, "power": power, "eta_min": 0.01},
         default_args={"optimizer": two_groups()},
     )
-    for step, found in enumerate(rates_of(scheduler, 9)):
+    for step, group_rates in enumerate(rates_of(scheduler, 9)):
         share = (1 - min(step, 6) / 6) ** power
-        assert found == pytest.approx([(lr - 0.01) * share + 0.01 for lr in (0.2, 0.05)])
+        assert group_rates == pytest.approx([(lr - 0.01) * share + 0.01 for lr in (0.2, 0.05)])
 
 
 def test_without_a_lowest_rate_it_is_torchs() -> None:
     ours = rates_of(PolyLR(two_groups(), 6, power=0.9), 9)
     theirs = rates_of(PolynomialLR(two_groups(), 6, power=0.9), 9)
-    assert [one for pair in ours for one in pair] == pytest.approx(
-        [one for pair in theirs for one in pair], abs=1e-15
+    assert [rate for pair in ours for rate in pair] == pytest.approx(
+        [rate for pair in theirs for rate in pair], abs=1e-15
     )
 
 
 def test_it_resumes_from_its_state() -> None:
-    whole = rates_of(PolyLR(two_groups(), 6, eta_min=0.01), 8)
+    expected = rates_of(PolyLR(two_groups(), 6, eta_min=0.01), 8)
     optimizer = two_groups()
-    first = PolyLR(optimizer, 6, eta_min=0.01)
-    assert rates_of(first, 3) == whole[:3]
+    scheduler = PolyLR(optimizer, 6, eta_min=0.01)
+    assert rates_of(scheduler, 3) == expected[:3]
     again = two_groups()
     second = PolyLR(again, 6, eta_min=0.01)
-    second.load_state_dict(first.state_dict())
+    second.load_state_dict(scheduler.state_dict())
     again.load_state_dict(optimizer.state_dict())
-    assert rates_of(second, 5) == whole[3:]
+    assert rates_of(second, 5) == expected[3:]
 
 
 def test_a_schedule_of_no_steps() -> None:

@@ -207,14 +207,14 @@ def test_own_loaders_that_do_not_keep_the_order(options: Any, tmp_path: Path) ->
 
 
 def _rising(x: Any) -> list[Any]:
-    return [int(one) if one < 9 else float(one) + 0.5 for one in x[0][:, 0]]
+    return [int(value) if value < 9 else float(value) + 0.5 for value in x[0][:, 0]]
 
 
 def test_arrays_of_numbers_that_become_fractions_keep_them(tmp_path: Path) -> None:
     path = tmp_path / "predictions.npz"
     _predict(path, model=OutputModel(_rising))
     with np.load(path, allow_pickle=False) as arrays:
-        expected = [*range(0, 9, 2), *(one + 0.5 for one in range(10, 22, 2))]
+        expected = [*range(0, 9, 2), *(number + 0.5 for number in range(10, 22, 2))]
         assert arrays["prediction"].tolist() == expected
 
 
@@ -223,7 +223,7 @@ def test_arrays_of_numbers_that_become_fractions_keep_them(tmp_path: Path) -> No
 )
 def test_parquet_with_other_columns_later_is_an_error(later: Any, tmp_path: Path) -> None:
     def outputs(x: Any) -> list[Any]:
-        return [{"q": 1} if one < 1024 else later() for one in x[0][:, 0]]
+        return [{"q": 1} if value < 1024 else later() for value in x[0][:, 0]]
 
     dataset = TensorDataset(torch.arange(1030.0)[:, None])
     path = tmp_path / "predictions.parquet"
@@ -288,5 +288,5 @@ def test_a_failed_merge_is_an_error_on_every_rank(tmp_path: Path) -> None:
     with pytest.raises(RanksError) as failed:
         run_ranks(_predict_ragged, 3, tmp_path / "predictions.npz")
     assert len(failed.value.reports) == 3
-    assert all("same fields and shapes" in one for one in failed.value.reports.values())
+    assert all("same fields and shapes" in report for report in failed.value.reports.values())
     assert list(tmp_path.iterdir()) == []

@@ -174,15 +174,15 @@ def test_batches_arrive_on_the_device(ahead: bool, pinned: bool) -> None:
         return [Pair(image, torch.tensor(number)), {"x": (image, "text"), "boxes": boxes}, number]
 
     for number, batch in enumerate(prefetch_to_device(map(make, range(50)), "cuda", ahead=ahead)):
-        pair, named, last = batch
+        pair, named, scalar = batch
         assert type(pair) is Pair
-        assert (last, named["x"][1], type(named["boxes"])) == (number, "text", Boxes)
-        for one in (pair.image, pair.label, named["x"][0]):
-            assert one.is_cuda
+        assert (scalar, named["x"][1], type(named["boxes"])) == (number, "text", Boxes)
+        for tensor in (pair.image, pair.label, named["x"][0]):
+            assert tensor.is_cuda
             # Steps take longer than copies, so that memory that is reused too early is noticed.
             for _ in range(5):
                 torch.mm(pair.image, pair.image)
-            assert (one == number).all()
+            assert (tensor == number).all()
 
 
 @pytest.mark.gpu

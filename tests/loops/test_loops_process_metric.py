@@ -40,12 +40,14 @@ class Highest:
 def validate() -> dict[str, float]:
     state = new_state()
     predict = state.model.module.forward
-    state.model.val_step = lambda batch: [Sample(float(one)) for one in predict(*batch)]
+    state.model.val_step = lambda batch: [
+        Sample(float(prediction)) for prediction in predict(*batch)
+    ]
     metric = ProcessMetric(Highest())
     loop = ValLoop(loader(16), {"highest": metric})
-    first = loop.run(state, HookList())
-    assert loop.run(state, HookList()) == first
-    return first
+    results = loop.run(state, HookList())
+    assert loop.run(state, HookList()) == results
+    return results
 
 
 def test_results_of_all_batches_and_ranks() -> None:
@@ -72,9 +74,12 @@ class Described(Dataset[Any]):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_dataset_meta_defaults_to_the_data_sets_metainfo(workers: int) -> None:
-    given, default = Highest(), Highest()
-    metrics = {"given": ProcessMetric(given, {"classes": ["a"]}), "default": ProcessMetric(default)}
+    metric, default = Highest(), Highest()
+    metrics = {
+        "given": ProcessMetric(metric, {"classes": ["a"]}),
+        "default": ProcessMetric(default),
+    }
     data = build_loader(Described(), batch_size=4, num_workers=workers)
     ValLoop(data, metrics)
-    assert given.dataset_meta == {"classes": ["a"]}
+    assert metric.dataset_meta == {"classes": ["a"]}
     assert default.dataset_meta == {"classes": ("c", "d")}

@@ -42,7 +42,7 @@ def _resume(kind: str, path: Path) -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "ranks", "taken"),
+    ("before", "after", "ranks", "sources"),
     [
         (("ddp", 2), "tensor", 2, [0, 0]),
         (("ddp x tensor", 4), "ddp", 2, [0, 2]),
@@ -55,21 +55,21 @@ def _resume(kind: str, path: Path) -> tuple[float, dict[str, Tensor]]:
     ],
 )
 def test_tensor_groups_draw_alike(
-    before: tuple[str, int], after: str, ranks: int, taken: list[int | None], tmp_path: Path
+    before: tuple[str, int], after: str, ranks: int, sources: list[int | None], tmp_path: Path
 ) -> None:
     saved = run_ranks(_save, before[1], before[0], tmp_path)
     resumed = run_ranks(_resume, ranks, after, saved[0][0])
-    drawn = [one[0] for one in resumed]
-    for value, source in zip(drawn, taken, strict=True):
+    drawn = [rank_draws[0] for rank_draws in resumed]
+    for value, source in zip(drawn, sources, strict=True):
         assert source is None or value == saved[source][1]
     size = 2 if "tensor" in after else 1
     assert len(set(drawn)) == ranks // size
-    for first, second in zip(resumed[::size], resumed[size - 1 :: size], strict=True):
-        assert first[0] == second[0]
+    for rank_draw, second in zip(resumed[::size], resumed[size - 1 :: size], strict=True):
+        assert rank_draw[0] == second[0]
     # With dropout, replicated weights stay equal on all ranks.
     weights = resumed[0][1]
-    for _, others in resumed:
-        assert all(torch.equal(value, weights[name]) for name, value in others.items())
+    for _, rank_weights in resumed:
+        assert all(torch.equal(value, weights[name]) for name, value in rank_weights.items())
 
 
 def _train_with_split_dropout(kind: str, folder: Path) -> tuple[dict[str, Tensor], ...]:

@@ -52,11 +52,11 @@ def resume_everywhere(folder: Path, kind: str, workers: int) -> int:
         resumed = make_state(accumulate=2, dropout=0.5)
         load_checkpoint(path).restore(resumed)
         inside += any(p.grad is not None for p in resumed.model.parameters())
-        first, again = resumed.step, Records()
+        stopped_at, again = resumed.step, Records()
         make_loop(kind, workers).run(resumed, HookList([again]))
         assert_identical(weights_of(resumed), weights_of(state))
-        made = list(zip(records.steps, records.records, strict=True))
-        later = [one for one in made if one[0] > first]
+        step_records = list(zip(records.steps, records.records, strict=True))
+        later = [step_record for step_record in step_records if step_record[0] > stopped_at]
         assert list(zip(again.steps, again.records, strict=True)) == later
         assert resumed.metrics == state.metrics
         assert (resumed.step, resumed.iteration) == (state.step, state.iteration)
@@ -99,8 +99,8 @@ def test_evaluating_more_often_does_not_change_the_training() -> None:
 
 @pytest.mark.parametrize("kind", ["epochs", "steps"])
 def test_a_validation_cut_short_is_repeated_at_the_resume(tmp_path: Path, kind: str) -> None:
-    whole = make_state(dropout=0.5)
-    make_loop(kind, 0).run(whole, HookList())
+    uninterrupted = make_state(dropout=0.5)
+    make_loop(kind, 0).run(uninterrupted, HookList())
 
     state = make_state(dropout=0.5)
     recorder = Recorder()
@@ -114,11 +114,11 @@ def test_a_validation_cut_short_is_repeated_at_the_resume(tmp_path: Path, kind: 
     load_checkpoint(path).restore(resumed)
     recorder = Recorder()
     make_loop(kind, 0).run(resumed, HookList([recorder]))
-    first = [event for event in recorder.events if "epoch" not in event][1]
-    assert first == "val_start"
+    next_event = [event for event in recorder.events if "epoch" not in event][1]
+    assert next_event == "val_start"
     assert recorder.events.count("val_end ['loss']") == 3
-    assert_identical(weights_of(resumed), weights_of(whole))
-    assert resumed.metrics == whole.metrics
+    assert_identical(weights_of(resumed), weights_of(uninterrupted))
+    assert resumed.metrics == uninterrupted.metrics
 
 
 def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_another_number_of_ranks_continues_with_updates_of_the_same_size(
     assert load_checkpoint(path).meta["batch"] == 4
     assert "was saved at world size 2, this run has 1" in caplog.text
     files = [load_checkpoint(path).read(f"rank_0000{rank}.pt") for rank in (0, 1)]
-    values = torch.cat([own["logs"]["values"]["loss"] for own in files])
+    values = torch.cat([content["logs"]["values"]["loss"] for content in files])
     assert state.logs.means()["loss"].item() == pytest.approx(values.mean().item(), rel=1e-6)
     with caplog.at_level(logging.INFO):
         make_loop("epochs", 0).run(state, HookList())

@@ -39,8 +39,8 @@ def content(path: Path) -> Any:
 
 
 def events(folder: Path) -> list[tuple[str, int, int, str]]:
-    found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [(one["event"], one["step"], one["rank"], one["text"]) for one in found]
+    rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [(row["event"], row["step"], row["rank"], row["text"]) for row in rows]
 
 
 class Warner(Hook):
@@ -66,10 +66,10 @@ def train_with_warnings(folder: Path) -> None:
 
 def test_warnings_of_all_ranks_are_recorded_with_their_step(tmp_path: Path) -> None:
     run_ranks(train_with_warnings, 3, tmp_path)
-    found = events(tmp_path)
-    assert found[0] == ("start", 0, 0, "")
+    recorded = events(tmp_path)
+    assert recorded[0] == ("start", 0, 0, "")
     # A repeated text counts once.
-    assert sorted(one for one in found if one[0] == "warning") == sorted(
+    assert sorted(event for event in recorded if event[0] == "warning") == sorted(
         event
         for rank in range(3)
         for event in (
@@ -77,7 +77,7 @@ def test_warnings_of_all_ranks_are_recorded_with_their_step(tmp_path: Path) -> N
             ("warning", 4, rank, "RuntimeWarning: too hot"),
         )
     )
-    assert ("end", 4, 0, "") in found
+    assert ("end", 4, 0, "") in recorded
 
 
 CODE = """
@@ -178,15 +178,15 @@ def test_the_origins_of_settings_survive_a_resume(tmp_path: Path) -> None:
     write_run(tmp_path)
     config = points_config(tmp_path, f"run_dir={tmp_path / 'run'}", "train.max_epochs=1")
     Runner.from_config(config).train()
-    first = content(tmp_path / "run" / "origins.json")
-    assert first["optimizer.lr"].endswith("points.yaml:7")
-    assert first["train.max_epochs"] == "override train.max_epochs=1"
+    origins = content(tmp_path / "run" / "origins.json")
+    assert origins["optimizer.lr"].endswith("points.yaml:7")
+    assert origins["train.max_epochs"] == "override train.max_epochs=1"
     run(
         *("-m", "stepwrap.runner", "train", "run/config.yaml", "--resume", "train.max_epochs=2"),
         cwd=tmp_path,
     )
     resumed = content(tmp_path / "run" / "origins.json")
-    assert resumed["optimizer.lr"] == first["optimizer.lr"]
+    assert resumed["optimizer.lr"] == origins["optimizer.lr"]
     assert resumed["train.max_epochs"] == "override train.max_epochs=2"
 
 
@@ -213,6 +213,6 @@ def test_a_rollback_is_not_an_error(tmp_path: Path) -> None:
     hooks = [SpikeGuardHook(before=4), saver, RunInfoHook(), closed]
     state = spiky_runs.make_state(run_dir=tmp_path)
     assert spiky_runs.train(state, spiky_runs.Spiky(80, wild), hooks).step == 20
-    found = events(tmp_path)
-    assert [event for event, *_ in found if event in ("error", "end")] == ["end"]
+    recorded = events(tmp_path)
+    assert [event for event, *_ in recorded if event in ("error", "end")] == ["end"]
     assert closed.ends == [False, False]

@@ -83,21 +83,23 @@ class Forgetless(Metric):
 
 
 def val_loop(workers: int) -> ValLoop:
-    made = {**metrics(), "samples": Forgetless()}
+    val_metrics = {**metrics(), "samples": Forgetless()}
     if workers:
-        return ValLoop(build_loader(Noisy(), batch_size=3, num_workers=workers), made)
+        return ValLoop(build_loader(Noisy(), batch_size=3, num_workers=workers), val_metrics)
     generator = torch.Generator().manual_seed(3)
-    return ValLoop(DataLoader(Noisy(), batch_size=3, shuffle=True, generator=generator), made)
+    return ValLoop(
+        DataLoader(Noisy(), batch_size=3, shuffle=True, generator=generator), val_metrics
+    )
 
 
 def noisy_run(workers: int, *, tried: bool) -> tuple[list[Tensor], list[dict[str, float]], Any]:
     torch.manual_seed(0)
-    seen, state = Everything(), new_state(net=Memory())
+    everything, state = Everything(), new_state(net=Memory())
     random.seed(0)
     numpy.random.seed(0)
-    train(state, [seen], val_loop=val_loop(workers), sanity_val=tried)
+    train(state, [everything], val_loop=val_loop(workers), sanity_val=tried)
     drawn = (random.random(), numpy.random.rand(), torch.rand(1).item())
-    return [*weights(state), *state.model.buffers()], seen.seen, drawn
+    return [*weights(state), *state.model.buffers()], everything.seen, drawn
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -142,7 +144,7 @@ def test_it_does_not_depend_on_the_length_of_the_sampler(sampler: Unmeasured) ->
 
 
 @pytest.mark.parametrize(
-    ("val", "kind", "text"),
+    ("val_loop", "kind", "text"),
     [
         (
             ValLoop(loader(8), {"accuracy": MulticlassAccuracy(3)}),
@@ -169,15 +171,15 @@ def test_it_does_not_depend_on_the_length_of_the_sampler(sampler: Unmeasured) ->
     ids=["metric", "argument", "batch", "data set", "empty"],
 )
 def test_a_mistake_ends_the_run_before_its_first_batch(
-    val: ValLoop, kind: type[Exception], text: str
+    val_loop: ValLoop, kind: type[Exception], text: str
 ) -> None:
-    seen, state = Everything(), new_state()
+    everything, state = Everything(), new_state()
     with pytest.raises(kind, match=text):
-        train(state, [seen], val_loop=val)
-    assert (seen.batches, state.metrics) == (0, {})
+        train(state, [everything], val_loop=val_loop)
+    assert (everything.batches, state.metrics) == (0, {})
     with pytest.raises(kind):
-        train(new_state(), [seen], val_loop=val, sanity_val=False)
-    assert seen.batches == 4
+        train(new_state(), [everything], val_loop=val_loop, sanity_val=False)
+    assert everything.batches == 4
 
 
 class OneShot:
@@ -218,14 +220,14 @@ def test_compiled_code_is_made_for_training_first() -> None:
         shapes: list[str] = []
 
         def backend(graph: Any, inputs: list[Any]) -> Any:
-            shapes.append(str([one.shape for one in inputs if isinstance(one, Tensor)]))
+            shapes.append(str([tensor.shape for tensor in inputs if isinstance(tensor, Tensor)]))
             return graph.forward
 
         # torch.compile skips functions that only torch's own files call.
         net = Doubled(3, 1)
         net.compile(backend=backend)
-        val = ValLoop(loader(8, batch_size=2), metrics())
-        train(new_state(net=net), [], epochs=1, val_loop=val, sanity_val=tried)
+        val_loop = ValLoop(loader(8, batch_size=2), metrics())
+        train(new_state(net=net), [], epochs=1, val_loop=val_loop, sanity_val=tried)
         return shapes
 
     shapes = compiled_for(tried=False)
@@ -248,7 +250,7 @@ def _fails_on_rank_1() -> str:
 
 
 def test_a_mistake_of_one_rank_ends_all() -> None:
-    first, second = run_ranks(_fails_on_rank_1, 2)
+    rank_0, second = run_ranks(_fails_on_rank_1, 2)
     assert second == "OSError: disk"
-    assert "rank 1" in first
-    assert "OSError: disk" in first
+    assert "rank 1" in rank_0
+    assert "OSError: disk" in rank_0

@@ -77,25 +77,25 @@ def test_the_files(kind: str, size: int, tmp_path: Path) -> None:
     for name in meta["files"]:
         if name.endswith(".pt"):
             torch.load(path / name, weights_only=True)
-    whole = load_checkpoint(path).read("model.pt")
-    assert [type(value) for value in whole.values()] == [Tensor] * 8
-    assert whole["net.0.weight"].shape == (512, 4)
+    saved = load_checkpoint(path).read("model.pt")
+    assert [type(value) for value in saved.values()] == [Tensor] * 8
+    assert saved["net.0.weight"].shape == (512, 4)
     # No part is written twice.
     if shards:
         table = json.loads((path / "shards.json").read_text())
         for entry in table["model"].values():
-            assert len({tuple(piece["offsets"]) for piece in entry["pieces"]}) == len(
+            assert len({tuple(entry["offsets"]) for entry in entry["pieces"]}) == len(
                 entry["pieces"]
             )
 
 
 def _read_counting(kind: str, path: Path) -> tuple[int, int]:
-    real, read = SavedTensor.__getitem__, []
+    real, sizes = SavedTensor.__getitem__, []
 
     def counting(self: SavedTensor, index: Any) -> Tensor:
-        part = real(self, index)
-        read.append(part.numel())
-        return part
+        chunk = real(self, index)
+        sizes.append(chunk.numel())
+        return chunk
 
     SavedTensor.__getitem__ = counting
     try:
@@ -105,29 +105,29 @@ def _read_counting(kind: str, path: Path) -> tuple[int, int]:
     finally:
         SavedTensor.__getitem__ = real
     wholes = sum(v.numel() for v in contents(state).values() if v.ndim)
-    return sum(read), wholes
+    return sum(sizes), wholes
 
 
 @pytest.mark.parametrize(("source", "size"), [("ddp", 2), ("fsdp", 4)])
 def test_no_rank_reads_the_whole(source: str, size: int, tmp_path: Path) -> None:
     path = run_ranks(_save, size, source, tmp_path)[0][0]
     for target, ranks in (("fsdp", 2), ("fsdp", 4), ("tensor", 2)):
-        for read, wholes in run_ranks(_read_counting, ranks, target, path):
+        for num_read, wholes in run_ranks(_read_counting, ranks, target, path):
             assert wholes > 15_000
             # Rows cannot be shared evenly.
-            assert 1000 < read < 1.4 * wholes / ranks
+            assert 1000 < num_read < 1.4 * wholes / ranks
 
 
 def _resume(kind: str, folder: Path, stop: int) -> list[bool]:
     whole_run = make_run(kind, accumulative_counts=2)
     train(whole_run, range(6))
-    first = make_run(kind, accumulative_counts=2)
-    train(first, range(stop))
-    path = save_checkpoint(folder, first)
+    stopped = make_run(kind, accumulative_counts=2)
+    train(stopped, range(stop))
+    path = save_checkpoint(folder, stopped)
     second = make_run(kind, seed=5, accumulative_counts=2)
     load_checkpoint(path).restore(second)
     if second.iteration == stop:
-        pairs = zip(gradients(first), gradients(second), strict=True)
+        pairs = zip(gradients(stopped), gradients(second), strict=True)
         assert all(a is b is None or torch.equal(a, b) for a, b in pairs)
     start_counting(second.optim_wrapper, second.model, second.iteration, -1)
     train(second, range(second.iteration, 6))
@@ -165,9 +165,9 @@ def test_gradients_of_a_window_at_another_size(source: str, size: int, tmp_path:
     means = [sum(grads) / data_ranks for grads in zip(*by_data_rank, strict=True)]
     for target, ranks in (("single", 1), ("tensor", 2), ("ddp x tensor", 4), ("ddp", 2)):
         for loaded in _run(target, ranks, _gradients_of, path):
-            for got, wanted in zip(loaded, means, strict=True):
+            for got, expected in zip(loaded, means, strict=True):
                 if (target, ranks) != (source, size):
-                    torch.testing.assert_close(got, wanted)
+                    torch.testing.assert_close(got, expected)
 
 
 @contextmanager
@@ -195,8 +195,8 @@ def _lost_window(folder: Path) -> tuple[list[int], str]:
 
 def test_saving_inside_a_window_of_fsdp_is_logged(tmp_path: Path) -> None:
     """The checkpoint goes back to the window's start, unless that is in an earlier epoch."""
-    (counters, text), (others, silence) = run_ranks(_lost_window, 2, tmp_path)
-    assert counters == others == [2, 3, 1]
+    (counters, text), (other_counters, silence) = run_ranks(_lost_window, 2, tmp_path)
+    assert counters == other_counters == [2, 3, 1]
     assert "in the middle of an accumulation window" in text
     assert "repeats the batches since the last update (1)" in text
     assert "lacks the gradients of the batches since the last update" in text
@@ -211,7 +211,7 @@ def _damaged(path: Path) -> str:
 
 @pytest.mark.parametrize("name", ["model.shard_00001.pt", "shards.json", "optim.pt"])
 def test_a_damaged_part_is_named_and_the_one_before_taken(name: str, tmp_path: Path) -> None:
-    kept = run_ranks(_save, 2, "fsdp", tmp_path, 1)[0][0]
+    checkpoint = run_ranks(_save, 2, "fsdp", tmp_path, 1)[0][0]
     bad = run_ranks(_save, 2, "fsdp", tmp_path)[0][0]
     content = bytearray((bad / name).read_bytes())
     content[len(content) // 2] ^= 255
@@ -222,7 +222,7 @@ def test_a_damaged_part_is_named_and_the_one_before_taken(name: str, tmp_path: P
     if name != "optim.pt":
         with pytest.raises(CheckpointError, match=name):
             load_checkpoint(bad).read("model.pt")
-    assert find_checkpoint(tmp_path) == kept
+    assert find_checkpoint(tmp_path) == checkpoint
 
 
 def _alone(folder: Path) -> list[str]:
@@ -235,9 +235,9 @@ def _alone(folder: Path) -> list[str]:
 
 
 def test_no_rank_saves_sharded_state_alone(tmp_path: Path) -> None:
-    first, second = run_ranks(_alone, 2, tmp_path)
-    assert len(first) == 2
-    assert "its state is sharded over the ranks" in first[0]
+    rank_0, second = run_ranks(_alone, 2, tmp_path)
+    assert len(rank_0) == 2
+    assert "its state is sharded over the ranks" in rank_0[0]
     assert second == []
     assert list(tmp_path.iterdir()) == []
 
@@ -294,8 +294,8 @@ def _bad_part(kind: str, folder: Path) -> list[str]:
     hook = CheckpointHook(every_steps=1)
     hook.on_train_start(state)
     if dist.get_rank() == 1:
-        part = state.model.module.net[0].weight
-        (part.to_local() if isinstance(part, DTensor) else part).data[0, 0] = float("nan")
+        weight = state.model.module.net[0].weight
+        (weight.to_local() if isinstance(weight, DTensor) else weight).data[0, 0] = float("nan")
     hook.on_save_point(state)
     hook.on_train_end(state)
     return [path.name for path in folder.iterdir()]
@@ -327,16 +327,16 @@ def test_saving_after_a_validation(tmp_path: Path) -> None:
 
 
 def test_parts_of_saved_tensors() -> None:
-    whole = torch.arange(24).view(4, 6)
-    pieces = [((0, 0), (4, 2), lambda: whole[:, :2]), ((0, 2), (4, 4), lambda: whole[:, 2:])]
-    saved = SavedTensor((4, 6), torch.int64, pieces)
+    tensor = torch.arange(24).view(4, 6)
+    chunks = [((0, 0), (4, 2), lambda: tensor[:, :2]), ((0, 2), (4, 4), lambda: tensor[:, 2:])]
+    saved = SavedTensor((4, 6), torch.int64, chunks)
     for index in [
         (slice(1, 3), slice(1, 5)),
         (slice(0, 0), slice(0, 6)),
         (slice(None), slice(5, 6)),
     ]:
-        assert torch.equal(saved[index], whole[index])
-    assert torch.equal(saved[...], whole)
+        assert torch.equal(saved[index], tensor[index])
+    assert torch.equal(saved[...], tensor)
     assert torch.equal(
         SavedTensor((), torch.float32, [((), (), lambda: torch.tensor(2.0))])[()], torch.tensor(2.0)
     )

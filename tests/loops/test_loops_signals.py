@@ -44,12 +44,12 @@ def sending(number: int, step: int, rank: int = 0) -> Any:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_at_once_and_the_handlers_come_back(number: signal.Signals) -> None:
-    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     loop = EpochTrainLoop(make_loader(20), max_epochs=2)
     state = loop.run(make_state(), HookList([sending(number, step=3)]))
     assert (state.step, state.signal) == (3, number)
     assert state.stop_reason == f"received {number.name}"
-    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
 def test_the_same_signal_from_scheduler_and_launcher_is_one(
@@ -57,7 +57,7 @@ def test_the_same_signal_from_scheduler_and_launcher_is_one(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     heard: list[int] = []
-    old = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
         loop = EpochTrainLoop(make_loader(20), max_epochs=2)
         # The launcher forwards a signal that each rank has received already.
@@ -65,7 +65,7 @@ def test_the_same_signal_from_scheduler_and_launcher_is_one(
         state = loop.run(make_state(), HookList([sending(signal.SIGTERM, step=3), again]))
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
-        signal.signal(signal.SIGTERM, old)
+        signal.signal(signal.SIGTERM, previous)
     assert (state.step, state.signal, heard) == (3, signal.SIGTERM, [])
 
 
@@ -140,13 +140,13 @@ def test_unequal_training_loaders_are_refused_on_every_rank() -> None:
 
 def _signalled_at_the_end(event: str, rank: int) -> tuple[int, list[int]]:
     heard: list[int] = []
-    old = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     hook = on(**{event: lambda state: send(signal.SIGTERM, rank) if state.epoch == 1 else None})
     try:
         loop = EpochTrainLoop(make_loader(8), max_epochs=1)
         state = loop.run(make_state(), HookList([hook]))
     finally:
-        signal.signal(signal.SIGTERM, old)
+        signal.signal(signal.SIGTERM, previous)
     assert state.epoch == 1
     return state.signal, heard
 
@@ -195,7 +195,7 @@ class SendsWhenRead(spiky_runs.Spiky):
 
 def _signalled_while_going_back(when: str, folder: Path) -> tuple[int, int, list[int]]:
     heard: list[int] = []
-    old = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     sender, ranks = SendsWhileGoingBack(when), get_world_size()
     data = spiky_runs.Spiky(80 * ranks, {spiky_runs.sample_at(12, 0, ranks): float("nan")})
     saver = CheckpointHook(every_steps=5, every_epochs=None)
@@ -205,7 +205,7 @@ def _signalled_while_going_back(when: str, folder: Path) -> tuple[int, int, list
         hooks = [SpikeGuardHook(before=4), saver, sender]
         spiky_runs.train(state, data, hooks, val_loop=val_loop)
     finally:
-        signal.signal(signal.SIGTERM, old)
+        signal.signal(signal.SIGTERM, previous)
     return state.step, state.signal, heard
 
 
@@ -220,15 +220,15 @@ def test_a_signal_to_one_rank_during_a_rollback_stops_all(tmp_path: Path) -> Non
 
 
 def _most_polls_between_agreements() -> int:
-    state, gaps, last = make_state(), [], 0
+    state, gaps, previous = make_state(), [], 0
     with StopSignals() as signals:
         signals.start()
         for poll in range(1000):
             before = state.clock_s
             signals.poll(state)
             if state.clock_s != before:
-                gaps.append(poll - last)
-                last = poll
+                gaps.append(poll - previous)
+                previous = poll
     return max(gaps)
 
 

@@ -91,19 +91,19 @@ def test_the_same_as_plain_pytorch() -> None:
 
 
 def test_events_counters_and_rates_continue() -> None:
-    seen: list[tuple[int, bool, float]] = []
+    updates: list[tuple[int, bool, float]] = []
 
     def on_update(state: Any) -> None:
         rate = state.optim_wrapper.get_lr()["lr"][0]
-        seen.append((state.step, state.skipped, rate))
+        updates.append((state.step, state.skipped, rate))
 
     state = make_state()
     schedule = torch.optim.lr_scheduler.ExponentialLR(state.optim_wrapper.optimizer, 0.5)
     hooks = [SchedulerHook([(schedule, "step")]), on(on_update=on_update)]
     train(state, Spiky(size_of(1)), hooks, skip_steps=[4])
-    assert [step for step, _, _ in seen] == list(range(1, STEPS + 1))
-    assert [step for step, skipped, _ in seen if skipped] == [4]
-    assert [rate for _, _, rate in seen] == pytest.approx([1e-3 * 0.5**n for n in range(1, 13)])
+    assert [step for step, _, _ in updates] == list(range(1, STEPS + 1))
+    assert [step for step, skipped, _ in updates if skipped] == [4]
+    assert [rate for _, _, rate in updates] == pytest.approx([1e-3 * 0.5**n for n in range(1, 13)])
 
 
 def test_an_average_of_the_weights_does_not_move() -> None:
@@ -132,17 +132,17 @@ def test_an_iteration_loop_leaves_them_out_in_each_pass_by_their_numbers() -> No
 
 def test_a_resumed_run_leaves_them_out_as_well(tmp_path: Path) -> None:
     data = Spiky(size_of(1, 2))
-    whole = train(make_state(accumulative_counts=2), data, skip_steps=SKIPS)
+    uninterrupted = train(make_state(accumulative_counts=2), data, skip_steps=SKIPS)
     hooks = [CheckpointHook(every_steps=3, keep_last=None)]
-    first = make_state(run_dir=tmp_path, accumulative_counts=2)
-    train(first, data, hooks, skip_steps=SKIPS)
+    stopped = make_state(run_dir=tmp_path, accumulative_counts=2)
+    train(stopped, data, hooks, skip_steps=SKIPS)
     path = find_checkpoint(tmp_path, before=9)
     assert path is not None
     assert path.name == "step_00000006"
     second = make_state(accumulative_counts=2)
     load_checkpoint(path).restore(second)
     train(second, data, skip_steps=SKIPS)
-    assert not differing(all_of(whole), all_of(second))
+    assert not differing(all_of(uninterrupted), all_of(second))
 
 
 @pytest.mark.parametrize("wrong", [0, -3, True, "7-5", "a-b", "3-", 1.5, "1-99999999999"])
@@ -155,15 +155,15 @@ def grouped(accumulate: int) -> Any:
     state = make_state()
     params = list(state.model.parameters())
     members = {
-        name: OptimWrapper(torch.optim.SGD(part, lr=0.01), accumulative_counts=accumulate)
-        for name, part in (("low", params[:2]), ("high", params[2:]))
+        name: OptimWrapper(torch.optim.SGD(group, lr=0.01), accumulative_counts=accumulate)
+        for name, group in (("low", params[:2]), ("high", params[2:]))
     }
     state.optim_wrapper = OptimWrapperDict(**members)
 
     def step(data: Any, optim: Any) -> dict[str, Any]:
-        for one in optim.values():
+        for member in optim.values():
             loss = state.model(*data, mode="loss")["loss"]
-            one.update_params(loss)
+            member.update_params(loss)
         optim.zero_grad()
         return {"loss": loss.detach()}
 
@@ -178,7 +178,7 @@ def test_steps_of_several_optimizers_are_left_out() -> None:
     other = train(grouped(1), Spiky(size_of(1), without=gone))
     assert state.step == STEPS
     pairs = zip(state.model.parameters(), other.model.parameters(), strict=True)
-    assert all(torch.equal(left, right) for left, right in pairs)
+    assert all(torch.equal(actual, expected) for actual, expected in pairs)
 
 
 def test_windows_of_several_optimizers_cannot_be_left_out() -> None:

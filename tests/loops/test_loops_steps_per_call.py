@@ -88,17 +88,17 @@ def run(  # noqa: PLR0913
         loader = Interrupted(loader, interrupted_at)
     options = {"log_every_steps": 7, "steps_per_call": steps_per_call, **options}
     options["val_loop"] = ValLoop(build_loader(make_data(9), batch_size=8), {"loss": MeanLoss()})
-    made: Any = (
+    train_loop: Any = (
         EpochTrainLoop(loader, max_epochs=2, **options)
         if loop == "epochs"
         else IterTrainLoop(loader, max_steps=50, val_interval=12, **options)
     )
-    given = HookList([*our_hooks(state), *hooks])
+    hook_list = HookList([*our_hooks(state), *hooks])
     if resumes:
         path = find_checkpoint(run_dir)
         assert path is not None
         load_checkpoint(path).restore(state)
-    made.run(state, given)
+    train_loop.run(state, hook_list)
     return state
 
 
@@ -109,28 +109,28 @@ def records_of(run_dir: Path) -> list[dict[str, Any]]:
 
 def checkpoints_of(run_dir: Path) -> dict[str, Any]:
     """Return the content of each checkpoint without the clock."""
-    made = {}
+    contents = {}
     for file in sorted(run_dir.glob("**/*.pt")):
         content = torch.load(file, weights_only=False)
-        made[str(file.relative_to(run_dir))] = content
-    return made
+        contents[str(file.relative_to(run_dir))] = content
+    return contents
 
 
-def assert_same(left: Any, right: Any, name: str = "") -> None:
+def assert_same(actual: Any, expected: Any, name: str = "") -> None:
     """Compare nested containers, tensors bit by bit."""
-    if isinstance(left, dict):
-        assert left.keys() == right.keys(), name
-        for key in left:
+    if isinstance(actual, dict):
+        assert actual.keys() == expected.keys(), name
+        for key in actual:
             if key != "clock_s":
-                assert_same(left[key], right[key], f"{name}.{key}")
-    elif isinstance(left, (list, tuple)):
-        assert len(left) == len(right), name
-        for index, pair in enumerate(zip(left, right, strict=True)):
+                assert_same(actual[key], expected[key], f"{name}.{key}")
+    elif isinstance(actual, (list, tuple)):
+        assert len(actual) == len(expected), name
+        for index, pair in enumerate(zip(actual, expected, strict=True)):
             assert_same(*pair, f"{name}.{index}")
-    elif isinstance(left, torch.Tensor):
-        assert torch.equal(left, right), name
+    elif isinstance(actual, torch.Tensor):
+        assert torch.equal(actual, expected), name
     else:
-        assert repr(left) == repr(right), name
+        assert repr(actual) == repr(expected), name
 
 
 def assert_same_runs(tmp_path: Path, *hooks: Hook, **options: Any) -> LoopState:
@@ -158,12 +158,12 @@ def test_with_accumulation_and_steps_that_are_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_is_stopped_in_a_block_resumes_exactly(tmp_path: Path) -> None:
-    whole = run(32, tmp_path / "whole")
+    uninterrupted = run(32, tmp_path / "whole")
     stopped = run(32, tmp_path / "parts", interrupted_at=11)
     # It stops after the step of the batch that was being read.
     assert (stopped.step, stopped.signal) == (12, signal.SIGTERM)
     resumed = run(32, tmp_path / "parts", resumes=True)
-    assert_identical(weights_of(whole), weights_of(resumed))
+    assert_identical(weights_of(uninterrupted), weights_of(resumed))
     assert records_of(tmp_path / "whole") == records_of(tmp_path / "parts")
 
 
@@ -200,7 +200,9 @@ def test_a_step_that_is_not_compiled_gains_nothing(caplog: pytest.LogCaptureFixt
         )
         weights.append(weights_of(state))
     assert_identical(*weights)
-    lines = [one.getMessage() for one in caplog.records if "steps_per_call" in one.getMessage()]
+    lines = [
+        record.getMessage() for record in caplog.records if "steps_per_call" in record.getMessage()
+    ]
     assert lines == [
         "steps_per_call: 8 has no effect: the training step is not compiled (compile: step)"
     ]
@@ -224,5 +226,5 @@ def _train_on_ranks(steps_per_call: int) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_two_ranks() -> None:
     usual, blocks = (run_ranks(_train_on_ranks, 2, steps, timeout_s=280.0) for steps in (1, 32))
-    for left, right in zip(usual, blocks, strict=True):
-        assert_identical(left, right)
+    for actual, expected in zip(usual, blocks, strict=True):
+        assert_identical(actual, expected)

@@ -60,10 +60,10 @@ def _needs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(("kind", "workers"), [*KINDS, *slow(*MORE)])
 def test_a_run_resumes_from_any_save_point(tmp_path: Path, kind: str, workers: int) -> None:
     """Batches, their noise and the final weights are the same."""
-    seen = resume_from(tmp_path, kind, workers)
+    indices = resume_from(tmp_path, kind, workers)
     if kind not in ("own loader", "iterator", "drop_last"):
-        assert set(Counter(seen).values()) == {3}
-        assert len(set(seen)) == (ROWS if kind.startswith("datasets") else SAMPLES)
+        assert set(Counter(indices).values()) == {3}
+        assert len(set(indices)) == (ROWS if kind.startswith("datasets") else SAMPLES)
 
 
 @pytest.mark.parametrize(
@@ -232,8 +232,8 @@ def test_a_killed_run_with_workers_resumes_exactly(tmp_path: Path) -> None:
     assert train("whole", -1) == 0
     assert train("killed", 11) == -9
     assert train("killed", -1) == 0
-    whole, killed = (torch.load(tmp_path / f"{run}.pt") for run in ("whole", "killed"))
-    assert_identical(whole, killed)
+    uninterrupted, killed = (torch.load(tmp_path / f"{run}.pt") for run in ("whole", "killed"))
+    assert_identical(uninterrupted, killed)
 
 
 class Interleaved(IterableDataset[int]):

@@ -88,10 +88,10 @@ def test_trace_of_the_test_loop() -> None:
 
 
 def validated_at(loop: EpochTrainLoop | IterTrainLoop, **state: Any) -> list[tuple[int, int]]:
-    seen: list[tuple[int, int]] = []
-    noting = on(on_eval_start=lambda state: seen.append((state.epoch, state.step)))
+    positions: list[tuple[int, int]] = []
+    noting = on(on_eval_start=lambda state: positions.append((state.epoch, state.step)))
     loop.run(make_state(**state), HookList([noting]))
-    return seen
+    return positions
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,10 @@ def test_a_custom_step_may_log_floats_and_vectors_and_new_names() -> None:
             mixed = torch.ones(self.count, 1) if self.count % 2 else 4
             return {**logs, "number": self.count, "mixed": mixed, **extra}
 
-    state, seen = make_state(), Records()
+    state, records = make_state(), Records()
     state.model = Talkative(state.model.module)
-    EpochTrainLoop(make_loader(8), max_epochs=1, log_every_steps=4).run(state, HookList([seen]))
-    figures = {name: seen.records[0][name] for name in ("number", "odd", "mixed")}
+    EpochTrainLoop(make_loader(8), max_epochs=1, log_every_steps=4).run(state, HookList([records]))
+    figures = {name: records.records[0][name] for name in ("number", "odd", "mixed")}
     assert figures == {"number": 2.5, "odd": 1.0, "mixed": 2.5}
 
 

@@ -120,13 +120,13 @@ def _plain(by_all: bool) -> dict[str, Any]:
             nn.utils.clip_grad_norm_(net.parameters(), 5.0)
             optimizer.step()
             rate.step()
-            for kept, parameter in zip(average, net.parameters(), strict=True):
-                kept.lerp_(parameter.detach(), 1 - DECAY)
+            for average_param, parameter in zip(average, net.parameters(), strict=True):
+                average_param.lerp_(parameter.detach(), 1 - DECAY)
     buffers = [optimizer.state[p]["momentum_buffer"] for p in net.parameters()]
     return {
         "weights": torch.cat([p.detach().flatten() for p in net.parameters()]),
         "momentum": torch.cat([b.flatten() for b in buffers]),
-        "ema": torch.cat([kept.flatten() for kept in average]),
+        "ema": torch.cat([average_param.flatten() for average_param in average]),
         "rate": optimizer.param_groups[0]["lr"],
     }
 

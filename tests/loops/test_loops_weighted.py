@@ -45,8 +45,8 @@ def test_weighted_shares_have_each_sample_once(
 ) -> None:
     """Updates follow the global order of samples, with equally many batches on each rank."""
     micro = -(-size // (batch * world))
-    whole = ShardedBatchSampler(samples, 1, shuffle=True, seed=5)
-    order = [index for one in whole for index in one]
+    order_sampler = ShardedBatchSampler(samples, 1, shuffle=True, seed=5)
+    order = [index for batch in order_sampler for index in batch]
     by_update: dict[int, list[int]] = {}
     lengths = set()
     for rank in range(world):
@@ -62,8 +62,8 @@ def test_weighted_shares_have_each_sample_once(
             else:
                 assert len(indices) == 1
     assert len(lengths) == 1
-    pieces = [sorted(order[at : at + size]) for at in range(0, samples, size)]
-    assert [sorted(by_update[k]) for k in range(len(pieces))] == pieces
+    updates = [sorted(order[at : at + size]) for at in range(0, samples, size)]
+    assert [sorted(by_update[k]) for k in range(len(updates))] == updates
 
 
 def test_a_cut_that_leaves_batches_empty_is_refused() -> None:
@@ -75,14 +75,14 @@ def test_a_cut_that_leaves_batches_empty_is_refused() -> None:
 def _batches(count: int, rank: int) -> list[list[Tensor]]:
     """Return batches of 1 to 3 samples with some ignored targets."""
     generator = torch.Generator().manual_seed(10 + rank)
-    made = []
+    batches = []
     for index in range(count):
         size = 1 + index % 3
         inputs = torch.randn(size, 4, generator=generator, dtype=torch.float64)
         target = torch.randint(0, 3, (size,), generator=generator)
         target[1:2] = IGNORED
-        made.append([inputs, target])
-    return made
+        batches.append([inputs, target])
+    return batches
 
 
 def _train(
@@ -97,9 +97,9 @@ def _train(
         model = SingleDevice(model)
     optim = OptimWrapper(make_optimizer(model), WINDOW, loss_weight="tokens")
     state, records = LoopState(model, optim), Records()
-    own = _batches(counts[rank], rank)
-    loader: Any = own if sized else Unsized(own)
-    val_loop = ValLoop(own, {"loss": MeanLoss()})
+    rank_batches = _batches(counts[rank], rank)
+    loader: Any = rank_batches if sized else Unsized(rank_batches)
+    val_loop = ValLoop(rank_batches, {"loss": MeanLoss()})
     if by_steps is None:
         loop: Any = EpochTrainLoop(loader, max_epochs=EPOCHS, val_loop=val_loop, log_every_steps=2)
     else:
@@ -111,8 +111,8 @@ def _train(
     return {
         "weights": full,
         "step": (state.step, state.max_steps, state.epoch),
-        "records": [one["loss"] for one in records.records],
-        "validated": [one["loss"] for one in records.evaluated],
+        "records": [record["loss"] for record in records.records],
+        "validated": [record["loss"] for record in records.evaluated],
     }
 
 
@@ -124,8 +124,8 @@ def _plain(counts: tuple[int, ...]) -> dict[str, Any]:
     sums, validated, step = [0.0, 0], [], 0
     for _ in range(EPOCHS):
         for start in range(0, max(counts), WINDOW):
-            parts = [b for own in data for b in own[start : start + WINDOW]]
-            inputs, target = (torch.cat([one[i] for one in parts]) for i in (0, 1))
+            window = [b for rank_data in data for b in rank_data[start : start + WINDOW]]
+            inputs, target = (torch.cat([batch[i] for batch in window]) for i in (0, 1))
             loss = nn.functional.cross_entropy(net(inputs), target)
             optimizer.zero_grad()
             loss.backward()
@@ -135,8 +135,8 @@ def _plain(counts: tuple[int, ...]) -> dict[str, Any]:
             if step % 2 == 0:
                 records.append(sums[0] / sums[1])
                 sums = [0.0, 0]
-        every = [b for own in data for b in own]
-        inputs, target = (torch.cat([one[i] for one in every]) for i in (0, 1))
+        every = [b for rank_data in data for b in rank_data]
+        inputs, target = (torch.cat([batch[i] for batch in every]) for i in (0, 1))
         with torch.no_grad():
             validated.append(nn.functional.cross_entropy(net(inputs), target).item())
     if step % 2:
@@ -148,8 +148,8 @@ def _plain(counts: tuple[int, ...]) -> dict[str, Any]:
 def _assert_equal(got: dict[str, Any], expected: dict[str, Any], *, sized: bool) -> None:
     for name, value in expected["weights"].items():
         assert (got["weights"][name] - value).abs().max().item() <= 1e-12, name
-    last = expected["step"]
-    assert got["step"] == (last, last if sized else None, EPOCHS)
+    steps = expected["step"]
+    assert got["step"] == (steps, steps if sized else None, EPOCHS)
     assert got["records"] == pytest.approx(expected["records"], abs=1e-12)
     assert got["validated"] == pytest.approx(expected["validated"], abs=1e-12)
 
@@ -206,5 +206,5 @@ def test_logs_may_have_any_names() -> None:
     records = Records()
     loop = EpochTrainLoop(_batches(2, 0), max_epochs=1, log_every_steps=1)
     loop.run(LoopState(model, optim), HookList([records]))
-    assert [sorted(one) for one in records.records] == [["loss", "loss weight"]] * 2
-    assert [one["loss weight"] for one in records.records] == [0.25, 0.25]
+    assert [sorted(record) for record in records.records] == [["loss", "loss weight"]] * 2
+    assert [record["loss weight"] for record in records.records] == [0.25, 0.25]

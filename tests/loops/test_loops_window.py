@@ -52,8 +52,8 @@ def test_warm_up_and_cosine_one_after_the_other() -> None:
     )
     cosine = ScheduleWindow(optimizer, partial(CosineAnnealingLR, T_max=4), after=3, until=7)
     expected = [0.25, 0.5, 0.75, 1.0, 0.853553391, 0.5, 0.146446609, 0.0, 0.0]
-    found = [rate for (rate,) in rates(optimizer, 9, warm_up, cosine)]
-    assert found == pytest.approx(expected, abs=1e-9)
+    actual = [rate for (rate,) in rates(optimizer, 9, warm_up, cosine)]
+    assert actual == pytest.approx(expected, abs=1e-9)
 
 
 def triangle(step: float, peak: float, end: float, *, low: float, final: float) -> float:
@@ -269,14 +269,14 @@ def test_it_resumes_from_its_state(stop: int) -> None:
     def window(optimizer: Optimizer) -> ScheduleWindow:
         return ScheduleWindow(optimizer, partial(StepLR, step_size=2, gamma=0.5), after=2, until=7)
 
-    whole, first, second = new_optimizer(), new_optimizer(), new_optimizer()
-    expected = rates(whole, 9, window(whole))
-    begun = window(first)
-    rates(first, stop, begun)
-    rest = window(second)
-    second.load_state_dict(first.state_dict())
-    rest.load_state_dict(begun.state_dict())
-    assert rates(second, 9 - stop, rest) == expected[stop:]
+    reference, stopped, second = new_optimizer(), new_optimizer(), new_optimizer()
+    expected = rates(reference, 9, window(reference))
+    begun = window(stopped)
+    rates(stopped, stop, begun)
+    resumed = window(second)
+    second.load_state_dict(stopped.state_dict())
+    resumed.load_state_dict(begun.state_dict())
+    assert rates(second, 9 - stop, resumed) == expected[stop:]
 
 
 def test_mistakes() -> None:
@@ -299,9 +299,9 @@ class UpdateRates(Hook):
 
 
 def test_by_batch_counts_batches_within_a_window_of_accumulation() -> None:
-    state, seen = new_state(accumulative_counts=2), UpdateRates()
+    state, rates_hook = new_state(accumulative_counts=2), UpdateRates()
     optimizer = state.optim_wrapper.optimizer  # type: ignore[union-attr]
     start = optimizer.param_groups[0]["lr"]
-    train(state, [SchedulerHook([(ExponentialLR(optimizer, 0.5), "batch")]), seen])
+    train(state, [SchedulerHook([(ExponentialLR(optimizer, 0.5), "batch")]), rates_hook])
     # The update at the end of batch 1, 3, ... comes after 1, 3, ... steps of the schedule.
-    assert seen.used == pytest.approx([start * 0.5**n for n in (1, 3, 5, 7)])
+    assert rates_hook.used == pytest.approx([start * 0.5**n for n in (1, 3, 5, 7)])

@@ -38,9 +38,9 @@ def nodes(file: Path, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
 
 
 def lines_without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    first = node.body[0]
-    is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-    documented = first.end_lineno - first.lineno + 1 if is_docstring else 0
+    statement = node.body[0]
+    is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    documented = statement.end_lineno - statement.lineno + 1 if is_docstring else 0
     return node.end_lineno - node.lineno + 1 - documented
 
 
@@ -52,15 +52,15 @@ def overruns(file: Path) -> list[str]:
         if (length := lines_without_docstring(node)) > FUNCTION_LINES:
             over.append(f"{node.name}: {length} lines, {FUNCTION_LINES} allowed")
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        given = [argument for argument in arguments if argument.arg not in ("self", "cls")]
-        place = f"{file.relative_to(ROOT)}:{node.name}"
-        if len(given) > PARAMETERS and place not in MANY_PARAMETERS:
-            over.append(f"{node.name}: {len(given)} parameters, {PARAMETERS} allowed")
+        own_arguments = [argument for argument in arguments if argument.arg not in ("self", "cls")]
+        location = f"{file.relative_to(ROOT)}:{node.name}"
+        if len(own_arguments) > PARAMETERS and location not in MANY_PARAMETERS:
+            over.append(f"{node.name}: {len(own_arguments)} parameters, {PARAMETERS} allowed")
     for node in nodes(file, ast.ClassDef):
         if (length := node.end_lineno - node.lineno + 1) > CLASS_LINES:
             over.append(f"{node.name}: {length} lines, {CLASS_LINES} allowed")
         # Overloads of a method have the same name and count once.
-        methods = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+        methods = {member.name for member in node.body if isinstance(member, ast.FunctionDef)}
         if len(methods) > METHODS and node.name not in MANY_METHODS:
             over.append(f"{node.name}: {len(methods)} methods, {METHODS} allowed")
     return [f"{file.relative_to(ROOT)}: {line}" for line in over]
@@ -78,8 +78,8 @@ def test_no_two_files_of_the_tests_have_one_name() -> None:
 
 
 def module_of(file: Path) -> tuple[str, ...]:
-    parts = file.relative_to(ROOT).with_suffix("").parts
-    return parts[:-1] if parts[-1] == "__init__" else parts
+    names = file.relative_to(ROOT).with_suffix("").parts
+    return names[:-1] if names[-1] == "__init__" else names
 
 
 MODULES = {module_of(file): file for file in FILES}
@@ -97,13 +97,15 @@ def names(module: tuple[str, ...], file: Path) -> Iterator[tuple[tuple[str, ...]
 
 def imported(module: tuple[str, ...], file: Path) -> Iterator[tuple[str, ...]]:
     for base, name in names(module, file):
-        places = ((*base, name), base)
-        yield from [one for one in places if one in MODULES and one != module][:1]
+        candidates = ((*base, name), base)
+        yield from [
+            candidate for candidate in candidates if candidate in MODULES and candidate != module
+        ][:1]
 
 
 def test_folders_are_small_and_state_their_purpose() -> None:
     count = Counter(file.parent for file in FILES if file.name != "__init__.py")
-    crowded = {str(one.relative_to(ROOT)): n for one, n in count.items() if n > FOLDER_FILES}
+    crowded = {str(folder.relative_to(ROOT)): n for folder, n in count.items() if n > FOLDER_FILES}
     assert not crowded
     # Files are at most two levels below the root.
     assert not [file for file in FILES if len(file.relative_to(ROOT).parts) > 3]

@@ -19,8 +19,8 @@ IGNORED = (ROOT / ".dockerignore").read_text().split()
 
 def instructions() -> list[tuple[str, str]]:
     lines = (ROOT / "Dockerfile").read_text().splitlines()
-    whole = [line for line in lines if line and not line.startswith("#")]
-    return [tuple(line.split(maxsplit=1)) for line in whole]
+    instruction_lines = [line for line in lines if line and not line.startswith("#")]
+    return [tuple(line.split(maxsplit=1)) for line in instruction_lines]
 
 
 def of_kind(kind: str) -> list[str]:
@@ -28,8 +28,8 @@ def of_kind(kind: str) -> list[str]:
 
 
 def is_ignored(path: Path) -> bool:
-    parts = [*path.parents, path]
-    return any(fnmatch(str(one), pattern) for one in parts for pattern in IGNORED)
+    ancestors = [*path.parents, path]
+    return any(fnmatch(str(ancestor), pattern) for ancestor in ancestors for pattern in IGNORED)
 
 
 def context() -> list[Path]:
@@ -39,13 +39,13 @@ def context() -> list[Path]:
         cwd=ROOT, check=True, capture_output=True, text=True,
     )  # fmt: skip
     files = [Path(line) for line in listed.stdout.splitlines()]
-    return [one for one in files if (ROOT / one).is_file() and not is_ignored(one)]
+    return [file for file in files if (ROOT / file).is_file() and not is_ignored(file)]
 
 
 def test_each_copied_file_exists_and_each_installed_extra_is_declared() -> None:
-    names = {str(one) for one in context()}
-    assert {one.partition("/")[0] for one in names} >= {*FOLDERS, "setup.cfg", "README.md"}
-    assert not [one for one in names if one.startswith(("tests/", ".git", "docs/"))]
+    names = {str(file) for file in context()}
+    assert {name.partition("/")[0] for name in names} >= {*FOLDERS, "setup.cfg", "README.md"}
+    assert not [name for name in names if name.startswith(("tests/", ".git", "docs/"))]
     copied = [text.split()[0] for text in of_kind("COPY")]
     assert copied == ["constraints.txt", "."]
     assert "constraints.txt" in names
@@ -67,22 +67,22 @@ def test_the_commands_of_the_image_are_valid() -> None:
     for text in pips:
         options = re.findall(r"(?<= )--?[a-z][\w-]*", text)
         command = [sys.executable, "-m", "pip", "install", "--help"]
-        known = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        assert [one for one in options if not re.search(rf"{one}\b", known)] == []
+        help_text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert [option for option in options if not re.search(rf"{option}\b", help_text)] == []
 
 
 @pytest.mark.slow
 def test_the_context_of_the_image_has_all_that_the_package_needs(tmp_path: Path) -> None:
-    for one in context():
-        (tmp_path / "context" / one).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / one, tmp_path / "context" / one)
+    for file in context():
+        (tmp_path / "context" / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, tmp_path / "context" / file)
     command = ("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path))
     subprocess.run([sys.executable, *command, str(tmp_path / "context")], check=True)
     (wheel,) = tmp_path.glob("*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
-    sources = {f"stepwrap/{one}" for one in context() if one.parts[0] in FOLDERS}
-    sources = {one for one in sources if not one.startswith("stepwrap/version/")}
-    assert {one for one in sources if not one.endswith(".pyi")} <= packed
+    sources = {f"stepwrap/{file}" for file in context() if file.parts[0] in FOLDERS}
+    sources = {source for source in sources if not source.startswith("stepwrap/version/")}
+    assert {source for source in sources if not source.endswith(".pyi")} <= packed
     environment = {**os.environ, "PYTHONPATH": str(wheel)}
     done = subprocess.run(
         [sys.executable, "-m", "stepwrap.runner", "--help"],

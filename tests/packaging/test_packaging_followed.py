@@ -108,11 +108,11 @@ def test_the_tutorial_on_configs_trains_the_same_on_two_processes(tmp_path: Path
     two = "train digits.yaml --nproc 2 data.train.batch_size=16 --run-dir runs/two"
     assert f"stepwrap {two}\n" in text
     out = run_line(f"stepwrap {two}", tmp_path)
-    one, two_ranks = (
+    alone, two_ranks = (
         (tmp_path / "runs" / run / "metrics.jsonl").read_text().splitlines()[-1]
         for run in ("digits", "two")
     )
-    assert yaml.safe_load(one)["accuracy"] == pytest.approx(
+    assert yaml.safe_load(alone)["accuracy"] == pytest.approx(
         yaml.safe_load(two_ranks)["accuracy"], abs=0.01
     ), out
 
@@ -148,9 +148,9 @@ def test_the_page_on_errors_lists_every_class() -> None:
 
 
 def test_the_page_on_errors_shows_real_messages() -> None:
-    for part in page("errors").split("\n### ")[1:]:
-        languages = [language for language, _ in fenced(part.partition("\n## ")[0])]
-        assert languages.index("") < languages.index("text"), part
+    for entry in page("errors").split("\n### ")[1:]:
+        languages = [language for language, _ in fenced(entry.partition("\n## ")[0])]
+        assert languages.index("") < languages.index("text"), entry
 
 
 def test_the_blocks_of_every_page_can_be_read() -> None:

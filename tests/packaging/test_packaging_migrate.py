@@ -54,30 +54,32 @@ def right_sides() -> list[str]:
 
 
 def load(path: str) -> Any:
-    place: Any = importlib.import_module(f"stepwrap.{path.split('.')[0]}")
-    for part in path.split(".")[1:]:
+    target: Any = importlib.import_module(f"stepwrap.{path.split('.')[0]}")
+    for name in path.split(".")[1:]:
         try:
-            place = getattr(place, part)
+            target = getattr(target, name)
         except AttributeError:
-            place = importlib.import_module(f"{place.__name__}.{part}")
-    return place
+            target = importlib.import_module(f"{target.__name__}.{name}")
+    return target
 
 
 def check_setting(code: str) -> None:
     """Check `section: {type: Name, ...}` by the registries and their classes."""
     ((section, values),) = yaml.safe_load(code).items()
-    known = {one.name for one in (*fields(RunSections), *fields(SchedulerSection))}
-    assert section in known
+    names = {field.name for field in (*fields(RunSections), *fields(SchedulerSection))}
+    assert section in names
     types = [values] if not isinstance(values, dict) or "type" in values else values.values()
-    for one in types:
-        if isinstance(one, dict) and "type" in one:
-            assert any(registry.get(one["type"]) for registry in REGISTRIES.values())
+    for setting in types:
+        if isinstance(setting, dict) and "type" in setting:
+            assert any(registry.get(setting["type"]) for registry in REGISTRIES.values())
 
 
 def check_key(code: str) -> None:
     section, _, name = code.partition(".")
-    known = {
-        one.name for kind in (RunSections, LoaderSection, SchedulerSection) for one in fields(kind)
+    names = {
+        field.name
+        for kind in (RunSections, LoaderSection, SchedulerSection)
+        for field in fields(kind)
     }
     if section == "hooks" and name:
         assert name in HOOK_TYPES
@@ -85,7 +87,7 @@ def check_key(code: str) -> None:
         assert name in ARGUMENTS
     elif (section, name) != ("optimizer", "paramwise"):
         launch = {"backend", "timeout_s"}
-        assert code in known | launch or any(one.get(code) for one in REGISTRIES.values())
+        assert code in names | launch or any(registry.get(code) for registry in REGISTRIES.values())
 
 
 def check(code: str) -> None:
@@ -96,8 +98,8 @@ def check(code: str) -> None:
         assert code in inspect.signature(load(ARGUMENTS[code])).parameters
     elif code.startswith("stepwrap "):
         command, *options = shlex.split(code)[1:]
-        known = COMMANDS.get_command(click.Context(COMMANDS), command)
-        known.make_context(command, ["cfg.yaml", *options])
+        entry = COMMANDS.get_command(click.Context(COMMANDS), command)
+        entry.make_context(command, ["cfg.yaml", *options])
     elif code.split(".")[0] in FOLDERS:
         load(code)
     elif ":" in code:

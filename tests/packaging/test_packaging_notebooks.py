@@ -39,7 +39,7 @@ def outputs(cells: list[str], folder: Path) -> list[list[dict[str, Any]]]:
     """Return the outputs of each cell, without other packages' output to stderr."""
     printed = run("-c", EXECUTE, cwd=folder, input=json.dumps(cells))
     every = json.loads(printed.splitlines()[-1])
-    return [[one for one in cell if one.get("name") != "stderr"] for cell in every]
+    return [[output for output in cell if output.get("name") != "stderr"] for cell in every]
 
 
 def shown(output: dict[str, Any]) -> list[str]:
@@ -51,13 +51,13 @@ def shown(output: dict[str, Any]) -> list[str]:
 
 
 def test_progress_is_one_display_that_is_updated_in_place(tmp_path: Path) -> None:
-    ((display, own),) = outputs([HOOK], tmp_path)
-    assert own["text"] == "a line of the user\n"
-    *lines, last = shown(display)
+    ((display, streams),) = outputs([HOOK], tmp_path)
+    assert streams["text"] == "a line of the user\n"
+    *lines, final_line = shown(display)
     assert len(lines) == 19
     assert lines[0] == "epoch 1 step 482/500 loss 0.002075"
     assert lines[-1] == "epoch 1 step 500/500 loss 0.002"
-    assert last.startswith("done: step 500/500 in 0:00:")
+    assert final_line.startswith("done: step 500/500 in 0:00:")
     assert len(str(display)) < 5000
 
 
@@ -69,15 +69,15 @@ def test_the_example_notebook(tmp_path: Path) -> None:
     assert not any(cell.get("outputs") for cell in every)
     _, trained, plotted, predicted, launched = outputs(cells, tmp_path)
     for (display, result), steps in ((trained, 320), (launched, 160)):
-        *lines, last = shown(display)
+        *lines, final_line = shown(display)
         assert lines[-1].startswith(f"val epoch 5/5 step {steps}/{steps} accuracy 0.9")
-        assert f"step {steps}/{steps}" in last
+        assert f"step {steps}/{steps}" in final_line
         assert result["output_type"] == "execute_result"
     assert "image/png" in plotted[-1]["data"]
     assert predicted[0]["data"]["text/plain"] == "[1, 0]"
     results = eval(launched[1]["data"]["text/plain"])
     assert results[0] == results[1]
-    assert [one.name for one in (tmp_path / "runs").iterdir()] == ["circle"]
+    assert [run_folder.name for run_folder in (tmp_path / "runs").iterdir()] == ["circle"]
 
 
 FAILS = """
@@ -102,7 +102,7 @@ def test_the_cells_of_the_page_on_notebooks(tmp_path: Path) -> None:
         assert shown(test)[0].startswith("test epoch 3/3 step 57/57 accuracy 0.")
         assert eval(result["data"]["text/plain"])["accuracy"] > 0.8
     assert len(eval(listed[0]["data"]["text/plain"])) == 3
-    text = "".join(one["text"] for one in failed)
+    text = "".join(output["text"] for output in failed)
     assert "LaunchError: ValueError: no luck (rank " in text
     assert "in fail\n" in text
     assert "TypeError: launch pickles fn, its arguments and the variables that it uses" in text

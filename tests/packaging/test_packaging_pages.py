@@ -84,7 +84,7 @@ def write_quick_start(folder: Path) -> None:
 def test_the_quick_start_of_the_readme_runs(tmp_path: Path) -> None:
     write_quick_start(tmp_path)
     commands = found(r"^stepwrap (.*)$", section(README, "Quick start"))
-    outputs = [run("-m", "stepwrap.runner", *one.split(), cwd=tmp_path) for one in commands]
+    outputs = [run("-m", "stepwrap.runner", *command.split(), cwd=tmp_path) for command in commands]
     *trained, exported = outputs
     assert len(trained) == 4
     for text in trained:
@@ -145,9 +145,9 @@ def test_the_page_on_the_architecture_has_every_room_and_names_files_that_exist(
     assert sorted(found(r"^\| `([\w/]+/)` \| .{10,} \|$", text)) == sorted(rooms)
 
 
-@pytest.mark.parametrize("thing", PATHS)
-def test_each_path_is_short_and_names_its_files(thing: str) -> None:
-    path = section(page("architecture"), f"The path of {thing}")
+@pytest.mark.parametrize("subject", PATHS)
+def test_each_path_is_short_and_names_its_files(subject: str) -> None:
+    path = section(page("architecture"), f"The path of {subject}")
     lines = [line for line in path.splitlines() if line.strip()]
     assert 0 < len(lines) < 15
     assert len(set(found(r"`[\w/]+\.py`", path))) >= 4
@@ -181,7 +181,7 @@ def test_the_example_of_an_adapter(tmp_path: Path) -> None:
     assert not any(done.returncode for done in outputs)
     assert shown.strip() in outputs[1].stderr
     small, large = (
-        sum(one.stat().st_size for one in tmp_path.glob(f"runs/{run}/checkpoints/*/model.pt"))
+        sum(file.stat().st_size for file in tmp_path.glob(f"runs/{run}/checkpoints/*/model.pt"))
         for run in ("lora", "digits_single")
     )
     assert small < large / 2
@@ -200,7 +200,7 @@ def test_the_page_on_export(tmp_path: Path) -> None:
 def test_the_page_on_predictions(tmp_path: Path) -> None:
     (code,) = blocks(page("predictions"), "python")
     run("-c", code, cwd=tmp_path)
-    assert [one.name for one in tmp_path.iterdir()] == ["predictions.npz"]
+    assert [file.name for file in tmp_path.iterdir()] == ["predictions.npz"]
     (data,) = blocks(page("predictions"), "yaml")
     assert set(yaml.safe_load(data)) == {"dataset", "batch_size"}
 
@@ -237,8 +237,8 @@ def test_the_page_on_the_command_names_all_of_it() -> None:
 
 
 def test_the_page_on_configs_has_yaml_and_every_hook() -> None:
-    whole, *sections = blocks(page("configs"), "yaml")
-    assert "model" in yaml.safe_load(whole)
+    full_config, *sections = blocks(page("configs"), "yaml")
+    assert "model" in yaml.safe_load(full_config)
     assert all(isinstance(yaml.safe_load(text), dict) for text in sections)
     for name, kind in HOOK_TYPES.items():
         on = "on" if name in DEFAULT_HOOKS else "off"
@@ -334,8 +334,8 @@ DOORS = {"own": stepwrap.collectives, "mmengine": stepwrap.collectives.dist}
 
 def entries(door: str) -> list[tuple[str, str]]:
     """Return the two lines of each function."""
-    own, _, rest = page("collectives").partition("\n## mmengine's names\n")
-    text = own if door == "own" else rest.partition("\n## ")[0]
+    functions, _, tail = page("collectives").partition("\n## mmengine's names\n")
+    text = functions if door == "own" else tail.partition("\n## ")[0]
     return found(r"^- (`.+)\n  (.+)$", text)
 
 
@@ -381,9 +381,9 @@ def run_the_introduction() -> dict[str, Any]:
 
 
 def test_the_example_at_the_top_of_the_page_on_collectives_runs() -> None:
-    first, second = run_ranks(run_the_introduction, 2)
-    assert first == second
-    assert len(first["by_rank"]) == 2
+    rank_0, second = run_ranks(run_the_introduction, 2)
+    assert rank_0 == second
+    assert len(rank_0["by_rank"]) == 2
 
 
 # Data parallel.

@@ -92,7 +92,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
                     yield module
                 else:
                     yield from (
-                        f"{module}.{one.name}" for one in node.names if is_private(one.name)
+                        f"{module}.{alias.name}" for alias in node.names if is_private(alias.name)
                     )
 
 
@@ -100,15 +100,15 @@ def imports(tree: ast.AST) -> Iterator[str]:
 def used() -> dict[str, set[str]]:
     """Return the files that use each private name of torch."""
     trees = {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in FILES}
-    own = {name for tree in trees.values() for name in own_names(tree)}
+    own_private = {name for tree in trees.values() for name in own_names(tree)}
     of_torch = {name for kind in KINDS for name in dir(kind)} | set(vars(nn.Module()))
-    ours = ((own | OTHERS) - of_torch) | OWN
-    found: dict[str, set[str]] = {}
+    ours = ((own_private | OTHERS) - of_torch) | OWN
+    files_by_name: dict[str, set[str]] = {}
     for file, tree in trees.items():
         for name in [*attributes(tree), *imports(tree)]:
             if name not in ours:
-                found.setdefault(name, set()).add(file)
-    return found
+                files_by_name.setdefault(name, set()).add(file)
+    return files_by_name
 
 
 def listed() -> set[str]:
@@ -119,13 +119,13 @@ def listed() -> set[str]:
 
 
 def test_private_names_of_torch_are_listed() -> None:
-    found, table = used(), listed()
-    unlisted = {name: sorted(found[name]) for name in found.keys() - table}
+    files_by_name, table = used(), listed()
+    unlisted = {name: sorted(files_by_name[name]) for name in files_by_name.keys() - table}
     assert not unlisted, (
         f"private names of torch that docs/extending.md does not list: {unlisted}. Use a public "
         "name, or add a row with the reason"
     )
-    gone = sorted(table - found.keys())
+    gone = sorted(table - files_by_name.keys())
     assert not gone, f"docs/extending.md lists private names of torch without a use: {gone}"
 
 

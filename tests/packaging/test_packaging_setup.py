@@ -23,18 +23,18 @@ NOT_SOURCE = {"benchmarks", "build", "dist", "docs", "examples", "runs", "tests"
 
 def test_every_source_folder_is_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    made: dict[str, Any] = {}
-    monkeypatch.setattr(setuptools, "setup", made.update)
+    settings: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", settings.update)
     runpy.run_path("setup.py")
-    found = {
+    packages = {
         ".".join(("stepwrap", *file.parent.relative_to(ROOT).parts)): str(file.parent)
         for file in ROOT.glob("[a-z]*/**/__init__.py")
         if file.relative_to(ROOT).parts[0] not in NOT_SOURCE
     }
-    found["stepwrap"] = found.pop("stepwrap.version")
-    assert sorted(made["packages"]) == sorted(found)
-    places = {name: str(ROOT / place) for name, place in made["package_dir"].items()}
-    assert places == {name: found[name] for name in found if name.count(".") < 2}
+    packages["stepwrap"] = packages.pop("stepwrap.version")
+    assert sorted(settings["packages"]) == sorted(packages)
+    folders = {name: str(ROOT / folder) for name, folder in settings["package_dir"].items()}
+    assert folders == {name: packages[name] for name in packages if name.count(".") < 2}
 
 
 def test_the_root_is_not_a_package() -> None:

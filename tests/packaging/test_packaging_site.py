@@ -46,12 +46,12 @@ class Links(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        self.anchors |= {given.get("id") or "", given.get("name") or ""}
-        address = given.get("href") or given.get("src") or ""
+        attributes = dict(attrs)
+        self.anchors |= {attributes.get("id") or "", attributes.get("name") or ""}
+        address = attributes.get("href") or attributes.get("src") or ""
         if tag == "a" and address:
             self.links.append(address)
-        elif tag in SCRIPTS and given.get("rel") != "canonical":
+        elif tag in SCRIPTS and attributes.get("rel") != "canonical":
             self.loaded.append(address)
 
 
@@ -63,8 +63,8 @@ def test_every_page_is_in_the_navigation() -> None:
     assert len(named) == len(set(named))
     assert {file.name for file in (ROOT / "docs").glob("*.md")} <= set(named)
     # Users do not import transport/ and version/; configs/ only has examples.
-    others = {"transport", "version", "configs"}
-    assert {f"api/{folder}.md" for folder in FOLDERS if folder not in others} <= set(named)
+    without_page = {"transport", "version", "configs"}
+    assert {f"api/{folder}.md" for folder in FOLDERS if folder not in without_page} <= set(named)
 
 
 def test_the_front_page_leads_to_every_task() -> None:
@@ -79,7 +79,7 @@ def test_the_figures_of_the_front_page_are_measured() -> None:
     figures = section(page("index"), "Measured")
     ratios = found(r"(\d\.\d+) times", figures)
     assert len(ratios) == 3
-    assert not [one for one in ratios if f"| {one} | " not in page("performance")]
+    assert not [ratio for ratio in ratios if f"| {ratio} | " not in page("performance")]
     cells = found(r"(\d+) of (\d+) combinations", figures)
     assert cells == found(r"Of (\d+) cells,\n  (\d+) are within", page("parity"))
 
@@ -87,8 +87,8 @@ def test_the_figures_of_the_front_page_are_measured() -> None:
 def test_every_page_starts_with_its_purpose_and_an_example() -> None:
     wrong = []
     for file in sorted((ROOT / "docs").glob("*.md")):
-        title, purpose, rest = file.read_text().split("\n\n", 2)
-        has_example = "```" in "\n".join(rest.splitlines()[:40])
+        title, purpose, body = file.read_text().split("\n\n", 2)
+        has_example = "```" in "\n".join(body.splitlines()[:40])
         if not title.startswith("# ") or not re.match(r"(\*\*|`)?[A-Z0-9a-z]", purpose):
             wrong.append(f"{file.name}: no sentence below the title")
         if not has_example and file.stem not in NO_EXAMPLE:
@@ -118,14 +118,14 @@ def test_every_link_and_anchor_of_the_site_exists(site: Path) -> None:
         if file.name == "404.html":
             continue
         for link in content.links:
-            parts = urlsplit(link)
-            if parts.scheme in ("http", "https", "mailto"):
+            address = urlsplit(link)
+            if address.scheme in ("http", "https", "mailto"):
                 continue
-            path = unquote(parts.path)
+            path = unquote(address.path)
             target = (file.parent / path).resolve() if path else file
             if target.is_dir():
                 target /= "index.html"
-            anchor = unquote(parts.fragment)
+            anchor = unquote(address.fragment)
             is_there = target in pages and anchor in pages[target].anchors | {"__top"}
             if not (is_there or (target.exists() and not anchor)):
                 wrong.append(f"{file.relative_to(site)}: {link}")
@@ -208,4 +208,4 @@ def test_the_search_finds_a_page(way: str, site: Path, address: str, browser: Br
     )
     assert any("/hooks.html" in link or "/metrics.html" in link for link in links)
     assert not browser.errors()
-    assert all(one.startswith(start) for one in browser.requests())
+    assert all(request.startswith(start) for request in browser.requests())

@@ -115,18 +115,18 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     took = [
         sum(
             int(line.split("|")[0].removeprefix("import time:"))
-            for line in part.splitlines()
+            for line in output.splitlines()
             if line.startswith("import time:") and "self" not in line
         )
-        for part in (before, after)
+        for output in (before, after)
     ]
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return {**report, "share": took[1] / took[0]}
 
 
 def unused(modules: list[str]) -> list[str]:
-    found = {name for name in modules if name.partition(".")[0] in HEAVY}
-    return sorted(found | {one for one in modules if one.startswith(HEAVY_IN_TORCH)})
+    loaded = {name for name in modules if name.partition(".")[0] in HEAVY}
+    return sorted(loaded | {module for module in modules if module.startswith(HEAVY_IN_TORCH)})
 
 
 def test_the_library_imports_nothing_heavy() -> None:

@@ -46,10 +46,10 @@ def nothing_left():
     """Check that the block leaves nothing behind."""
     before = surroundings()
     yield
-    left = []
+    remaining = []
 
     def is_gone():
-        left[:] = surroundings()
-        return all(new <= old for new, old in zip(left, before, strict=True))
+        remaining[:] = surroundings()
+        return all(current <= earlier for current, earlier in zip(remaining, before, strict=True))
 
-    wait_until(is_gone, 10, lambda: f"{left} is left, it was {before}")
+    wait_until(is_gone, 10, lambda: f"{remaining} is left, it was {before}")

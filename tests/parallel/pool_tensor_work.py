@@ -20,5 +20,5 @@ def make(size):
     return torch.arange(size, dtype=torch.float32)
 
 
-def same_memory(first, second):
-    return first.data_ptr() == second.data_ptr()
+def same_memory(tensor, second):
+    return tensor.data_ptr() == second.data_ptr()

@@ -18,8 +18,8 @@ def square(number):
     return number * number
 
 
-def add(first, second=0):
-    return first + second
+def add(base, second=0):
+    return base + second
 
 
 def pid(_=None):
@@ -91,12 +91,12 @@ def too_much_memory(_=None):
 
 
 def unpicklable_result(_=None):
-    return (one for one in ())
+    return (value for value in ())
 
 
 class TwoArguments(Exception):
-    def __init__(self, first, second):
-        super().__init__(f"{first} {second}")
+    def __init__(self, reason, second):
+        super().__init__(f"{reason} {second}")
         self.lock = multiprocessing.get_context("spawn")
 
 
@@ -136,8 +136,8 @@ class Deadly:
         return kill_self, ()
 
 
-def take(thing):
-    return type(thing).__name__
+def take(value):
+    return type(value).__name__
 
 
 def child_result(_=None):
@@ -248,7 +248,7 @@ class Counted:
 class CountedFunction:
     """A callable that counts how often it was pickled, and unpickled in a worker."""
 
-    made, alive = 0, weakref.WeakSet()
+    created, alive = 0, weakref.WeakSet()
 
     def __init__(self):
         self.pickled = 0

@@ -25,9 +25,9 @@ def served(
     context: BaseContext, function: Callable[..., object], *arguments: Any
 ) -> tuple[Any, Any, BaseProcess]:
     """Return two queues and a process that runs a function with them and further arguments."""
-    given: Any = SimpleQueue()
+    inbox: Any = SimpleQueue()
     back: Any = SimpleQueue()
-    return given, back, started(context, function, given, back, *arguments)
+    return inbox, back, started(context, function, inbox, back, *arguments)
 
 
 def ended(process: BaseProcess) -> int | None:
@@ -49,15 +49,15 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def echo(given: Any, back: Any) -> None:
+def echo(inbox: Any, back: Any) -> None:
     """Send values back until None comes."""
-    while (value := given.get()) is not None:
+    while (value := inbox.get()) is not None:
         back.put(value)
 
 
-def modules_of(given: Any, back: Any) -> None:
+def modules_of(inbox: Any, back: Any) -> None:
     """Send values back, and whether torch was imported for them."""
-    back.put((given.get(), "torch" in sys.modules, "cloudpickle" in sys.modules))
+    back.put((inbox.get(), "torch" in sys.modules, "cloudpickle" in sys.modules))
 
 
 def put_all(queue: Any, values: list[Any]) -> None:
@@ -103,12 +103,12 @@ def get_with_few_descriptors(queue: Any, back: Any, spare: int) -> None:
 
     highest = max(map(int, os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, highest + 1))
-    taken = []
+    descriptors = []
     try:
         while True:
-            taken.append(os.dup(0))
+            descriptors.append(os.dup(0))
     except OSError:
-        for number in taken[:spare]:
+        for number in descriptors[:spare]:
             os.close(number)
     try:
         back.put(("got", type(queue.get()).__name__))

@@ -11,29 +11,29 @@ from torch import nn
 from stepwrap.parallel import dumps, loads
 
 
-def add_one(given: Any, back: Any) -> None:
+def add_one(inbox: Any, back: Any) -> None:
     """Add 1 to tensors in place and send them back, until None comes."""
-    while (tensors := given.get()) is not None:
+    while (tensors := inbox.get()) is not None:
         for tensor in tensors:
             tensor.add_(1)
         back.put(tensors)
 
 
-def are_same_memory(given: Any, back: Any) -> None:
+def are_same_memory(inbox: Any, back: Any) -> None:
     """Send whether the tensors of two messages have the same addresses."""
-    one, other = given.get(), given.get()
-    back.put([a.data_ptr() == b.data_ptr() for a, b in zip(one, other, strict=True)])
+    tensors, other = inbox.get(), inbox.get()
+    back.put([a.data_ptr() == b.data_ptr() for a, b in zip(tensors, other, strict=True)])
 
 
-def train_tied(given: Any, back: Any) -> None:
+def train_tied(inbox: Any, back: Any) -> None:
     """Change a module with tied weights, and send whether they are still tied."""
-    model: nn.Sequential = given.get()
-    first, second = model[0], model[1]
-    assert isinstance(first, nn.Linear)
+    model: nn.Sequential = inbox.get()
+    layer, second = model[0], model[1]
+    assert isinstance(layer, nn.Linear)
     assert isinstance(second, nn.Linear)
     with torch.no_grad():
-        first.weight.fill_(7)
-    back.put(first.weight is second.weight)
+        layer.weight.fill_(7)
+    back.put(layer.weight is second.weight)
 
 
 def dump_to(tensor: torch.Tensor, shared: str, copied: str) -> None:

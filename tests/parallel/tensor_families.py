@@ -58,9 +58,9 @@ def views(draw: Any, tensor: Tensor) -> Tensor:
 @st.composite
 def families(draw: Any) -> list[Tensor]:
     """Draw tensors that share one to three storages, in any order."""
-    given = draw(st.lists(bases(), min_size=1, max_size=3))
-    chosen = draw(st.lists(st.integers(0, len(given) - 1), min_size=1, max_size=5))
-    return [draw(views(given[number])) for number in chosen]
+    drawn = draw(st.lists(bases(), min_size=1, max_size=3))
+    chosen = draw(st.lists(st.integers(0, len(drawn) - 1), min_size=1, max_size=5))
+    return [draw(views(drawn[number])) for number in chosen]
 
 
 def touch(tensor: Tensor, value: int) -> None:

@@ -16,13 +16,13 @@ TOGETHER = [["cuda:0", "cuda:0"], ["cuda:1", "cuda:1"]]
 
 def two_models(size: float, free: dict[str, float], **settings: object) -> list[str]:
     """Place two connected models as machin's own tests do."""
-    given = {"devices": ["cuda:0", "cuda:1", "cpu"], "complexity_match_weight": 10}
+    defaults = {"devices": ["cuda:0", "cuda:1", "cpu"], "complexity_match_weight": 10}
     assigner = ModelAssigner(
         [Placed(), Placed()],
         {(0, 1): 1},
         max_mem_ratio=0.7,
         cpu_weight=0.1,
-        **{**given, "connection_weight": 1, **settings},
+        **{**defaults, "connection_weight": 1, **settings},
         free_mib=free,
         sizes_mib=[size, size],
     )
@@ -143,15 +143,15 @@ def test_nothing_is_divided_by_zero(
 def test_the_global_random_state_plays_no_part() -> None:
     sizes = [float(1 + index % 7) for index in range(20)]
     links = {(index, (index * 3 + 1) % 20): 1.0 + index for index in range(20)}
-    found = []
+    assignments = []
     for seed in (1, 2):
         torch.manual_seed(seed)
         before = torch.get_rng_state()
         free = {f"cuda:{index}": 60 for index in range(4)}
         assigner = ModelAssigner([Placed()] * 20, links, free_mib=free, sizes_mib=sizes, seed=3)
         assert torch.equal(torch.get_rng_state(), before)
-        found.append(assigner.assignment)
-    assert found[0] == found[1]
+        assignments.append(assigner.assignment)
+    assert assignments[0] == assignments[1]
 
 
 def test_models_by_name_are_measured_and_moved() -> None:
@@ -161,14 +161,14 @@ def test_models_by_name_are_measured_and_moved() -> None:
     assert assigner.placement == dict.fromkeys(models, torch.device("cpu"))
     inputs = {"critic": torch.ones(1, 512), "actor": torch.ones(4, 512)}
     free = {"cuda:0": 8, "cuda:1": 8}
-    given = {"free_mib": free, "compute": {"cuda:0": 1, "cuda:1": 8}, "move_models": False}
+    options = {"free_mib": free, "compute": {"cuda:0": 1, "cuda:1": 8}, "move_models": False}
     # The model with more operations goes to the faster device.
-    by_flops = ModelAssigner(models, {}, **given, example_inputs=inputs)
-    assert [str(one) for one in by_flops.assignment] == ["cuda:1", "cuda:0"]
-    by_hand = ModelAssigner(models, {}, **given, complexities={"actor": 1, "critic": 8})
-    assert [str(one) for one in by_hand.assignment] == ["cuda:0", "cuda:1"]
-    given["max_mem_ratio"] = 0.8
-    adam = ModelAssigner(models, {}, **given, optimizer=torch.optim.Adam)
+    by_flops = ModelAssigner(models, {}, **options, example_inputs=inputs)
+    assert [str(device) for device in by_flops.assignment] == ["cuda:1", "cuda:0"]
+    by_hand = ModelAssigner(models, {}, **options, complexities={"actor": 1, "critic": 8})
+    assert [str(device) for device in by_hand.assignment] == ["cuda:0", "cuda:1"]
+    options["max_mem_ratio"] = 0.8
+    adam = ModelAssigner(models, {}, **options, optimizer=torch.optim.Adam)
     assert adam.sizes_mib == pytest.approx([4.0, 2.0], abs=1e-4)
 
 
@@ -180,9 +180,9 @@ def test_models_that_share_parameters_stay_together_and_count_once() -> None:
         "critic": nn.Sequential(trunk, nn.Linear(512, 256, bias=False)),
     }
     free = {"cuda:0": 4.0, "cuda:1": 2.0}
-    given = {"free_mib": free, "max_mem_ratio": 1, "move_models": False}
-    assigner = ModelAssigner(models, {("critic", "other"): 9}, **given)
+    options = {"free_mib": free, "max_mem_ratio": 1, "move_models": False}
+    assigner = ModelAssigner(models, {("critic", "other"): 9}, **options)
     assert assigner.sizes_mib == [3.0, 2.0, 1.0]
-    assert [str(one) for one in assigner.assignment] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [str(device) for device in assigner.assignment] == ["cuda:0", "cuda:1", "cuda:0"]
     with pytest.raises(RuntimeError, match="models actor, critic that share parameters"):
-        ModelAssigner(models, {}, **{**given, "free_mib": {"cuda:0": 3.5, "cuda:1": 3}})
+        ModelAssigner(models, {}, **{**options, "free_mib": {"cuda:0": 3.5, "cuda:1": 3}})

@@ -24,35 +24,35 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {0: 8 * GIB, 1: 1 * GIB}
     reserved = {0: 3 * GIB, 1: 12 * GIB}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda one: (free[one.index], 16 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda one: reserved[one.index])
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda one: 3 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index], 16 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved[device.index])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "utilization", no_pynvml)
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_free_memory_and_load_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"models": [Placed()], "model_connection": {}, "sizes_mib": [10]}
-    rooms = ModelAssigner(**given).rooms
-    assert [(str(one.device), one.free_mib, one.compute) for one in rooms] == [
+    options = {"models": [Placed()], "model_connection": {}, "sizes_mib": [10]}
+    rooms = ModelAssigner(**options).rooms
+    assert [(str(room.device), room.free_mib, room.compute) for room in rooms] == [
         ("cuda:0", 8 * 1024, 1.0),
         ("cuda:1", 10 * 1024, 1.0),
     ]
-    monkeypatch.setattr(torch.cuda, "utilization", lambda one: 75 * one.index)
-    rooms = ModelAssigner(**given, devices=["cpu", "cuda:1", "cuda:2"], cpu_weight=0.2).rooms
-    assert [(str(one.device), one.compute) for one in rooms] == [("cpu", 0.2), ("cuda:1", 0.25)]
-    rooms = ModelAssigner(**given, devices=["cuda:0"], free_mib=[100]).rooms
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 75 * device.index)
+    rooms = ModelAssigner(**options, devices=["cpu", "cuda:1", "cuda:2"], cpu_weight=0.2).rooms
+    assert [(str(room.device), room.compute) for room in rooms] == [("cpu", 0.2), ("cuda:1", 0.25)]
+    rooms = ModelAssigner(**options, devices=["cuda:0"], free_mib=[100]).rooms
     assert rooms[0].free_mib == 100
 
 
-@pytest.mark.parametrize("given", [{"compute": {"cpu": 3}}, {"free_mib": [20], "compute": [3]}])
+@pytest.mark.parametrize("options", [{"compute": {"cpu": 3}}, {"free_mib": [20], "compute": [3]}])
 def test_numbers_for_the_cpu_that_is_the_default(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    (room,) = ModelAssigner([Placed()], {}, sizes_mib=[1], **given).rooms
+    (room,) = ModelAssigner([Placed()], {}, sizes_mib=[1], **options).rooms
     assert (str(room.device), room.compute) == ("cpu", 3)
-    if "free_mib" in given:
+    if "free_mib" in options:
         assert room.free_mib == 20
 
 

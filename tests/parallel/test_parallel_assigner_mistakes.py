@@ -13,8 +13,8 @@ FREE = {"cuda:0": 10, "cuda:1": 10}
 
 
 def place(**settings: Any) -> ModelAssigner:
-    given = {"models": [Placed(), Placed()], "model_connection": {}, "sizes_mib": [1, 1]}
-    return ModelAssigner(**{**given, "free_mib": FREE, **settings})
+    options = {"models": [Placed(), Placed()], "model_connection": {}, "sizes_mib": [1, 1]}
+    return ModelAssigner(**{**options, "free_mib": FREE, **settings})
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_moving_to_a_gpu_that_is_not_there_moves_nothing() -> None:
     models = [nn.Linear(2, 2, dtype=torch.float64), nn.Linear(2, 2)]
     with pytest.raises(ValueError, match=r"cannot be moved to cuda:7.*move_models=False"):
         ModelAssigner(models, {}, free_mib={"cuda:7": 10})
-    found = ModelAssigner(models, {}, free_mib={"cuda:7": 10}, move_models=False)
-    assert found.assignment == [torch.device("cuda:7")] * 2
+    assigner = ModelAssigner(models, {}, free_mib={"cuda:7": 10}, move_models=False)
+    assert assigner.assignment == [torch.device("cuda:7")] * 2
 
 
 def test_a_model_that_cannot_be_moved_is_named() -> None:

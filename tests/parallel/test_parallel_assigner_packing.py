@@ -12,7 +12,7 @@ def fits(placed: tuple[int, ...], sizes: list[float], room: list[float]) -> bool
     used = [0.0] * len(room)
     for size, device in zip(sizes, placed, strict=True):
         used[device] += size
-    return all(one <= most for one, most in zip(used, room, strict=True))
+    return all(used_size <= most for used_size, most in zip(used, room, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -24,21 +24,21 @@ def test_the_result_agrees_with_an_exhaustive_search(seed: int) -> None:
         devices = draw.randint(1, 3)
         mean = round(sum(sizes) / devices)
         room = [float(max(0, mean + draw.randint(-2, 2))) for _ in range(devices)]
-        found, certain = pack(sizes, room)
+        packed, certain = pack(sizes, room)
         every = itertools.product(range(devices), repeat=len(sizes))
         assert certain
-        assert (found is not None) == any(fits(placed, sizes, room) for placed in every)
-        assert found is None or fits(tuple(found), sizes, room)
-        verdicts.add(found is None)
+        assert (packed is not None) == any(fits(placed, sizes, room) for placed in every)
+        assert packed is None or fits(tuple(packed), sizes, room)
+        verdicts.add(packed is None)
     assert verdicts == {True, False}
 
 
 def test_the_search_backtracks() -> None:
     # If the two largest are placed together, the last one does not fit.
     sizes, room = [4.0, 4.0, 3.0, 3.0, 3.0, 3.0], [10.0, 10.0]
-    found, _ = pack(sizes, room)
-    assert found is not None
-    assert fits(tuple(found), sizes, room)
+    packed, _ = pack(sizes, room)
+    assert packed is not None
+    assert fits(tuple(packed), sizes, room)
 
 
 def test_it_gives_up_in_time() -> None:

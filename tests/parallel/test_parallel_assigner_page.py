@@ -22,10 +22,10 @@ def test_every_argument_has_its_row_and_default() -> None:
     _, _, rows = PAGE.partition("## All arguments")
     described = {}
     for names, defaults in re.findall(r"^\| (`.+?) \| (.*?) ?\| .+ \|$", rows, flags=re.MULTILINE):
-        found = re.findall(r"`(\w+)`", names)
+        arguments = re.findall(r"`(\w+)`", names)
         values = defaults.split(", ")
         described.update(
-            zip(found, values if len(values) > 1 else values * len(found), strict=True)
+            zip(arguments, values if len(values) > 1 else values * len(arguments), strict=True)
         )
     parameters = dict(inspect.signature(ModelAssigner).parameters)
     assert list(described) == list(parameters)

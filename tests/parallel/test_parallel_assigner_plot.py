@@ -34,8 +34,14 @@ def test_the_plot_shows_placements_and_crossing_connections(tmp_path: Path) -> N
     assert frames == [((-0.5, -0.5), 2), ((1.5, 1.5), 1)]
     assert axes.get_title() == "placement: <1% of all connections cross (red)"
     crossing, staying = (image.get_array() for image in axes.images)
-    assert [tuple(place) for place in zip(*crossing.nonzero(), strict=True)] == [(1, 2), (2, 1)]
-    assert [tuple(place) for place in zip(*staying.nonzero(), strict=True)] == [(0, 1), (1, 0)]
+    assert [tuple(position) for position in zip(*crossing.nonzero(), strict=True)] == [
+        (1, 2),
+        (2, 1),
+    ]
+    assert [tuple(position) for position in zip(*staying.nonzero(), strict=True)] == [
+        (0, 1),
+        (1, 0),
+    ]
 
 
 def test_nothing_to_draw_but_one_model_and_many_connections() -> None:
@@ -44,8 +50,10 @@ def test_nothing_to_draw_but_one_model_and_many_connections() -> None:
     assert [image.get_array().count() for image in alone.axes[0].images] == [0, 0]
     links = {(i, j): i + j for i in range(20) for j in range(i)}
     free = {"cuda:0": 50, "cuda:1": 50}
-    many = ModelAssigner([Placed()] * 20, links, free_mib=free, sizes_mib=[1] * 20, iterations=1)
-    shown = [image.get_array().count() for image in many.plot().axes[0].images]
+    assigner = ModelAssigner(
+        [Placed()] * 20, links, free_mib=free, sizes_mib=[1] * 20, iterations=1
+    )
+    shown = [image.get_array().count() for image in assigner.plot().axes[0].images]
     assert sum(shown) == 2 * len(links)
 
 

@@ -21,8 +21,8 @@ def a_case(seed: int) -> dict[str, Any]:
     draw = random.Random(seed)
     models, devices = draw.choice(SHAPES)
     sizes = [draw.uniform(10, 400) for _ in range(models)]
-    parts = [draw.uniform(0.6, 1.4) for _ in range(devices)]
-    room = sum(sizes) * draw.choice([1.1, 1.3, 2, 10]) / sum(parts)
+    weights = [draw.uniform(0.6, 1.4) for _ in range(devices)]
+    room = sum(sizes) * draw.choice([1.1, 1.3, 2, 10]) / sum(weights)
     dense = draw.choice([0.2, 0.5, 1])
     pairs = [(i, j) for i in range(models) for j in range(models) if draw.random() < dense]
     names = [f"cuda:{index}" for index in range(devices - 1)] + ["cpu"]
@@ -33,7 +33,7 @@ def a_case(seed: int) -> dict[str, Any]:
         "complexity_match_weight": draw.choice([0.5, 1, 10]),
         "max_mem_ratio": 1,
         "sizes_mib": sizes,
-        "free_mib": dict(zip(names, [part * room for part in parts], strict=True)),
+        "free_mib": dict(zip(names, [weight * room for weight in weights], strict=True)),
         "compute": {name: draw.uniform(0.1, 1) for name in names},
         "iterations": 5,
     }
@@ -63,7 +63,7 @@ def test_random_cases_against_every_placement(
     if not exhaustive:
         # Use the search for larger cases on small ones, whose best placement is known.
         monkeypatch.setattr(_placement_search, "EXHAUSTIVE_PLACEMENTS", 0)
-    right = possible = impossible = 0
+    good = possible = impossible = 0
     while possible < CASES:
         case = a_case(possible + impossible)
         costs = every_cost(case)
@@ -74,11 +74,11 @@ def test_random_cases_against_every_placement(
             continue
         possible += 1
         # It must not raise, because some placement fits.
-        found = ModelAssigner(**case).costs["total"]
-        assert found > float(costs.min()) * (1 - 1e-9)
-        right += found <= float(costs.min()) * (1 + 1e-9 if exhaustive else 1.05)
+        total = ModelAssigner(**case).costs["total"]
+        assert total > float(costs.min()) * (1 - 1e-9)
+        good += total <= float(costs.min()) * (1 + 1e-9 if exhaustive else 1.05)
     assert impossible > 10
-    assert right >= CASES * (1 if exhaustive else 0.95)
+    assert good >= CASES * (1 if exhaustive else 0.95)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -87,9 +87,9 @@ def test_the_only_placement_that_fits_is_found(seed: int) -> None:
     # Five models fill each of eight devices exactly.
     sizes, free = [], {}
     for index in range(8):
-        parts = [float(draw.randint(3, 60)) for _ in range(5)]
-        sizes += parts
-        free[f"cuda:{index}"] = sum(parts)
+        device_sizes = [float(draw.randint(3, 60)) for _ in range(5)]
+        sizes += device_sizes
+        free[f"cuda:{index}"] = sum(device_sizes)
     draw.shuffle(sizes)
     links = {(i, draw.randrange(40)): draw.random() for i in range(40)}
     assigner = ModelAssigner(

@@ -61,12 +61,12 @@ def test_optimizer_state(kind: str) -> None:
     stepped = torch.optim.Adam([model.weight])
     model(torch.ones(1, 256)).sum().backward()
     stepped.step()
-    given, expected = {
+    optimizer, expected = {
         "class": (torch.optim.Adam, 2 * 256 * 256 * 4 + 4),
-        "function": (lambda given: torch.optim.SGD(given, lr=1, momentum=0.9), 256 * 256 * 4),
+        "function": (lambda params: torch.optim.SGD(params, lr=1, momentum=0.9), 256 * 256 * 4),
         "stepped": (stepped, 2 * 256 * 256 * 4 + 4),
     }[kind]
-    estimator = ModelSizeEstimator(model, 1, optimizer=given)
+    estimator = ModelSizeEstimator(model, 1, optimizer=optimizer)
     assert estimator.get_optimizer_sizes() * MIB == expected
     assert estimator.estimate_size() * MIB == expected + 256 * 257 * 4
     assert ModelSizeEstimator(nn.ReLU(), optimizer=torch.optim.Adam).estimate_size() == 0
@@ -116,8 +116,8 @@ def test_operations(model: nn.Module, inputs: object, operations: int) -> None:
 
 def test_packed_sequences_are_one_input() -> None:
     packed = nn.utils.rnn.pack_padded_sequence(STEPS, [5, 4, 2])
-    found = ModelComplexityEstimator(nn.LSTM(8, 16), packed).estimate_complexity()
-    assert found == 2 * 11 * (8 + 16) * 4 * 16
+    flops = ModelComplexityEstimator(nn.LSTM(8, 16), packed).estimate_complexity()
+    assert flops == 2 * 11 * (8 + 16) * 4 * 16
 
 
 def test_counting_leaves_no_trace() -> None:

@@ -215,14 +215,14 @@ def made(tree: Any, members: list[threading.Event]) -> Any:
     if isinstance(tree, int):
         return members[tree]
     kind, inner = tree
-    return kind(*(made(part, members) for part in inner))
+    return kind(*(made(child, members) for child in inner))
 
 
 def expected(tree: Any, members: list[threading.Event]) -> bool:
     if isinstance(tree, int):
         return members[tree].is_set()
     kind, inner = tree
-    return (any if kind is OrEvent else all)([expected(part, members) for part in inner])
+    return (any if kind is OrEvent else all)([expected(child, members) for child in inner])
 
 
 @settings(deadline=None, max_examples=60)

@@ -30,10 +30,10 @@ def test_programs_run(call: str, tmp_path: Path) -> None:
 
 def test_names_of_the_page_are_there() -> None:
     table = PAGE.split("## Which class to use")[1].split("\n## ")[0]
-    first = {
+    page_names = {
         name for cell in re.findall(r"\| (.*) \|\n", table) for name in re.findall(r"`(\w+)`", cell)
     }
-    ours = first - {"DataLoader", "num_workers"}
+    ours = page_names - {"DataLoader", "num_workers"}
     assert {"Pool", "P2PPool", "CtxPool", "ThreadPool", "Process", "SimpleQueue"} <= ours
     for name in ours:
         assert hasattr(stepwrap.parallel, name), name

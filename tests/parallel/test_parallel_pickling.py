@@ -113,9 +113,9 @@ def test_pickler_writes_messages_that_stand_alone() -> None:
     assert [pickle.load(file), pickle.load(file)] == [["once"], [["once"], 1]]
     with pytest.raises(TypeError):
         pickler.dump([io.StringIO, (n for n in "a")])
-    place = file.seek(0, os.SEEK_END)
+    position = file.seek(0, os.SEEK_END)
     pickler.dump(2)
-    assert loads(file.getvalue()[place:]) == 2
+    assert loads(file.getvalue()[position:]) == 2
 
 
 def test_pickling_within_pickling() -> None:

@@ -59,33 +59,33 @@ def by_file_name() -> Iterator[None]:
 def test_all_views_are_the_same_memory(sent: Sent, data: st.DataObject) -> None:
     family = data.draw(families())
     arrived = sent(family)
-    for number, (one, other) in enumerate(zip(family, arrived, strict=True)):
-        assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+    for number, (view, other) in enumerate(zip(family, arrived, strict=True)):
+        assert (view.dtype, view.shape, view.stride()) == (other.dtype, other.shape, other.stride())
         touch(other, number)
-        assert torch.equal(numbers(one), numbers(other))
-        if one.numel():
-            assert one.data_ptr() == other.data_ptr()
+        assert torch.equal(numbers(view), numbers(other))
+        if view.numel():
+            assert view.data_ptr() == other.data_ptr()
 
 
 @BOTH
 def test_twice_in_one_message_and_in_two(sent: Sent) -> None:
     tensor = torch.zeros(3)
-    one, other = sent((tensor, tensor))
-    assert one is other
-    again = sent([tensor, one, tensor[1:]])
+    received, other = sent((tensor, tensor))
+    assert received is other
+    again = sent([tensor, received, tensor[1:]])
     again[2].add_(1)
-    for value in (tensor, one, *again[:2]):
+    for value in (tensor, received, *again[:2]):
         assert value.tolist() == [0, 1, 1]
 
 
 def test_both_ways_may_be_mixed() -> None:
     # Tensors keep the way in which they were first shared, by descriptor or by file name.
-    first, second = torch.zeros(4), torch.zeros(4)
-    by_bytes, by_wire = _by_bytes(first), _by_wire(second)
-    for tensor, sent in ((first, _by_wire), (second, _by_bytes)):
-        place = tensor.data_ptr()
+    left_tensor, second = torch.zeros(4), torch.zeros(4)
+    by_bytes, by_wire = _by_bytes(left_tensor), _by_wire(second)
+    for tensor, sent in ((left_tensor, _by_wire), (second, _by_bytes)):
+        address = tensor.data_ptr()
         sent(tensor).add_(1)
-        assert tensor.data_ptr() == place, "others that have the memory lost it"
+        assert tensor.data_ptr() == address, "others that have the memory lost it"
         assert tensor.tolist() == [1] * 4
     assert by_bytes.tolist() == by_wire.tolist() == [1] * 4
 
@@ -106,17 +106,17 @@ def test_returned_tensors_are_the_same_memory(method: str) -> None:
     given_to: Any = SimpleQueue()
     back: Any = SimpleQueue()
     # Shared before the start, so that a forked process knows it already.
-    known = torch.zeros(5).share_memory_()
-    _by_wire(known)
+    shared = torch.zeros(5).share_memory_()
+    _by_wire(shared)
     process = started(context, add_one, given_to, back)
     fresh = torch.zeros(100_000)
     for count in (1, 2, 3):
-        given_to.put([known, fresh, fresh[7:9].view(2, 1).t()])
+        given_to.put([shared, fresh, fresh[7:9].view(2, 1).t()])
         arrived = back.get(60)
         assert [tensor.data_ptr() for tensor in arrived] == [
-            tensor.data_ptr() for tensor in (known, fresh, fresh[7:])
+            tensor.data_ptr() for tensor in (shared, fresh, fresh[7:])
         ]
-        assert (known[0], fresh[0], fresh[8]) == (count, count, 2 * count)
+        assert (shared[0], fresh[0], fresh[8]) == (count, count, 2 * count)
     given_to.put([torch.zeros(2)])
     (made_there,) = back.get(60)
     assert made_there.tolist() == [1, 1]

@@ -34,11 +34,18 @@ class Tagged(torch.Tensor):
     tag: str
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(actual: Tensor, other: Tensor) -> bool:
     return (
-        (type(one), one.dtype, one.shape, one.device, one.layout, one.requires_grad)
+        (
+            type(actual),
+            actual.dtype,
+            actual.shape,
+            actual.device,
+            actual.layout,
+            actual.requires_grad,
+        )
         == (type(other), other.dtype, other.shape, other.device, other.layout, other.requires_grad)
-    ) and torch.equal(numbers(one), numbers(other))
+    ) and torch.equal(numbers(actual), numbers(other))
 
 
 @BOTH
@@ -48,20 +55,21 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def test_views_of_shared_storages_arrive_as_such(sent: Sent, data: st.DataObject) -> None:
     family = data.draw(families())
     arrived = sent({"family": family, "again": family[::-1]})
-    assert all(one is other for one, other in zip(arrived["family"], arrived["again"][::-1]))  # noqa: B905
+    pairs = zip(arrived["family"], arrived["again"][::-1])  # noqa: B905
+    assert all(view is other for view, other in pairs)
     before = [numbers(tensor).clone() for tensor in family]
-    for one, other in zip(family, arrived["family"], strict=True):
-        assert _same(one, other)
-        assert (one.is_conj(), one.is_neg()) == (other.is_conj(), other.is_neg())
+    for view, other in zip(family, arrived["family"], strict=True):
+        assert _same(view, other)
+        assert (view.is_conj(), view.is_neg()) == (other.is_conj(), other.is_neg())
     for number in range(len(family)):
         touch(arrived["family"][number], number)
     # The sender's tensors are unchanged.
-    assert all(torch.equal(numbers(one), was) for one, was in zip(family, before, strict=True))
+    assert all(torch.equal(numbers(view), was) for view, was in zip(family, before, strict=True))
     for number in range(len(family)):
         touch(family[number], number)
     # The same tensors overlap: equal writes had equal effects.
-    for one, other in zip(family, arrived["family"], strict=True):
-        assert torch.equal(numbers(one), numbers(other))
+    for view, other in zip(family, arrived["family"], strict=True):
+        assert torch.equal(numbers(view), numbers(other))
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -145,11 +153,11 @@ def test_uncoalesced_stays_so() -> None:
 @pytest.mark.filterwarnings("ignore:.*(deprecated)")
 def test_quantised(sent: Sent) -> None:
     numbers_of = torch.arange(8.0).view(2, 4)
-    one = torch.quantize_per_tensor(numbers_of, 0.5, 3, torch.qint8)
+    quantised = torch.quantize_per_tensor(numbers_of, 0.5, 3, torch.qint8)
     other = torch.quantize_per_channel(
         numbers_of, torch.tensor([0.5, 0.25]), torch.zeros(2), 0, torch.quint8
     )
-    for tensor in (one, other):
+    for tensor in (quantised, other):
         arrived = sent(tensor)
         assert arrived.qscheme() == tensor.qscheme()
         assert torch.equal(arrived.dequantize(), tensor.dequantize())

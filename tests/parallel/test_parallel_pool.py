@@ -42,7 +42,7 @@ def processes():
 
 
 def run_all(targets):
-    threads = [threading.Thread(target=one) for one in targets]
+    threads = [threading.Thread(target=target) for target in targets]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -69,8 +69,8 @@ def test_map(pool, chunksize):
 def test_imap(pool, chunksize):
     numbers = range(37)
     assert list(pool.imap(work.square, numbers, chunksize)) == [n * n for n in numbers]
-    found = list(pool.imap_unordered(work.square, iter(numbers), chunksize))
-    assert sorted(found) == [n * n for n in numbers]
+    results = list(pool.imap_unordered(work.square, iter(numbers), chunksize))
+    assert sorted(results) == [n * n for n in numbers]
 
 
 def test_nothing_to_do(pool):
@@ -137,25 +137,25 @@ def test_callbacks(pool):
 
 def test_input_is_read_as_results_are_taken(pool):
     """It is read in the thread that takes the results, and only as far ahead as requested."""
-    read = []
+    readers = []
 
     def numbers():
         for n in range(1000):
-            read.append(threading.current_thread())
+            readers.append(threading.current_thread())
             yield n
 
     iterator = pool.imap(work.square, numbers(), lookahead=5)
-    assert not read
+    assert not readers
     assert [next(iterator) for _ in range(10)] == [n * n for n in range(10)]
-    assert len(read) <= 15
-    assert set(read) == {threading.current_thread()}
+    assert len(readers) <= 15
+    assert set(readers) == {threading.current_thread()}
 
 
 def test_two_consumers(pool):
     iterator = pool.imap(work.square, range(400))
-    found = [[], []]
-    run_all([functools.partial(one.extend, iterator) for one in found])
-    assert sorted(found[0] + found[1]) == [n * n for n in range(400)]
+    results = [[], []]
+    run_all([functools.partial(collected.extend, iterator) for collected in results])
+    assert sorted(results[0] + results[1]) == [n * n for n in range(400)]
 
 
 def test_many_callers(pool):
@@ -167,7 +167,7 @@ def test_many_callers(pool):
             if pool.apply(work.add, (base, n)) != base + n:
                 wrong.append((base, n))
 
-    run_all([functools.partial(call, 1000 * one) for one in range(6)])
+    run_all([functools.partial(call, 1000 * index) for index in range(6)])
     assert not wrong
 
 
@@ -191,8 +191,8 @@ def test_functions_of_any_kind(processes):
     factor = 3
     assert processes.map(lambda n: n * factor, range(3)) == [0, 3, 6]
     data = bytes(1_000_000)
-    found = processes.map(lambda n: n + len(data), range(40), 1)
-    assert found == [1_000_000 + n for n in range(40)]
+    results = processes.map(lambda n: n + len(data), range(40), 1)
+    assert results == [1_000_000 + n for n in range(40)]
 
 
 def test_function_travels_once(processes):
@@ -216,8 +216,8 @@ def test_tensors_are_copied(processes, size):
     assert torch.equal(tensor, torch.zeros(size))
     assert not tensor.is_shared()
     assert processes.apply(tensor_work.same_memory, (tensor, tensor)) is True
-    made = processes.map(tensor_work.make, [size] * 6, 1)
-    assert all(torch.equal(one, torch.arange(size, dtype=torch.float32)) for one in made)
+    tensors = processes.map(tensor_work.make, [size] * 6, 1)
+    assert all(torch.equal(tensor, torch.arange(size, dtype=torch.float32)) for tensor in tensors)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -250,9 +250,9 @@ class Counting:
         self.tasks, self.results, self.steps = [], [], []
         super().__init__(*args, **more)
 
-    def pool_inqueue_put(self, obj):
-        self.tasks.append(obj)
-        super().pool_inqueue_put(obj)
+    def pool_inqueue_put(self, task):
+        self.tasks.append(task)
+        super().pool_inqueue_put(task)
 
     def pool_outqueue_get(self, timeout):
         result = super().pool_outqueue_get(timeout)
@@ -343,9 +343,9 @@ def test_worker_of_a_pool_with_its_own_queues_is_replaced():
 def test_contexts(method):
     contexts = [["a"], ["b"]]
     with CtxPool(2, work.initialize, ("x",), worker_contexts=contexts, start_method=method) as pool:
-        found = pool.map(work.with_context, range(40), 1)
-        assert [number for _, number in found] == list(range(40))
-        assert all(context in contexts for context, _ in found)
+        results = pool.map(work.with_context, range(40), 1)
+        assert [number for _, number in results] == list(range(40))
+        assert all(context in contexts for context, _ in results)
         assert pool.apply(work.stored_context)[1] == ["x"]
         changed = pool.apply(work.change_context, ("c",))
         assert changed in (["a", "c"], ["b", "c"])

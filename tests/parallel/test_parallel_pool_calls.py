@@ -36,12 +36,12 @@ class Interrupted(Pool):
 
     puts = 0
 
-    def pool_inqueue_put(self, obj):
+    def pool_inqueue_put(self, task):
         """Put a task."""
         self.puts += 1
         if self.puts == 3:
             raise KeyboardInterrupt
-        super().pool_inqueue_put(obj)
+        super().pool_inqueue_put(task)
 
 
 CALLS = {
@@ -84,29 +84,29 @@ def test_interrupted_in_the_input(pool):
 
 @pytest.mark.parametrize("method", ["imap", "imap_unordered"])
 def test_slow_input_does_not_hold_up_results(pool, method):
-    read = []
+    consumed = []
 
     def numbers():
         for number in range(1000):
-            read.append(number)
+            consumed.append(number)
             yield number
             time.sleep(0.02)
 
     iterator = getattr(pool, method)(work.square, numbers(), lookahead=1000)
-    assert next(iterator) in {n * n for n in read}
-    assert len(read) < 1000
+    assert next(iterator) in {n * n for n in consumed}
+    assert len(consumed) < 1000
     iterator.next(timeout=20)
-    assert len(read) < 1000
+    assert len(consumed) < 1000
 
 
 @pytest.mark.parametrize("method", ["imap", "imap_unordered"])
 def test_slow_input_does_not_hold_up_a_time_out(method):
-    read = []
+    consumed = []
     may_end = threading.Event()
 
     def numbers():
         for number in range(1000):
-            read.append(number)
+            consumed.append(number)
             yield number
             time.sleep(0.02)
 
@@ -117,29 +117,29 @@ def test_slow_input_does_not_hold_up_a_time_out(method):
         assert next(iterator) is True
         with pytest.raises(TimeoutError):
             iterator.next(timeout=0.05)
-        assert len(read) < 1000
+        assert len(consumed) < 1000
         may_end.set()
         assert next(iterator) is True
 
 
 def test_slow_input_is_read_item_by_item(pool):
     """Between the items of a chunk, the deadline and available results are checked."""
-    read = []
+    consumed = []
 
     def numbers():
         for number in range(25):
             time.sleep(0.02)
-            read.append(number)
+            consumed.append(number)
             yield number
 
     iterator = pool.imap(work.square, numbers(), 5)
     with pytest.raises(TimeoutError):
         iterator.next(timeout=0)
-    assert len(read) == 1
+    assert len(consumed) == 1
     assert next(iterator) == 0
-    count = len(read)
+    count = len(consumed)
     assert next(iterator) == 1
-    assert len(read) == count + 1
+    assert len(consumed) == count + 1
     assert list(iterator) == [n * n for n in range(2, 25)]
 
 
@@ -153,12 +153,12 @@ def test_tasks_of_a_list_begin_at_once():
 
 def test_join_reads_as_far_ahead_as_allowed():
     """Within its timeout, and again from there."""
-    read = []
+    consumed = []
     may_end = threading.Event()
 
     def numbers():
         for number in range(300):
-            read.append(number)
+            consumed.append(number)
             yield number
 
     with ThreadPool(2) as pool:
@@ -166,7 +166,7 @@ def test_join_reads_as_far_ahead_as_allowed():
         pool.close()
         with pytest.raises(TimeoutError, match=r"have not ended within 0\.05 s"):
             pool.join(0.05)
-        assert len(read) <= 6
+        assert len(consumed) <= 6
         may_end.set()
         pool.join(60)
         assert list(iterator) == list(range(300))
@@ -231,9 +231,9 @@ def test_progress_counts_items_and_ends_with_the_pool(method, capsys):
         may_end.set()
 
 
-@pytest.mark.parametrize("items", [3, 30])
-def test_progress_ends_with_the_pool_if_no_task_runs(pool, items, capsys):
-    iterator = pool.imap(work.square, iter(range(items)), lookahead=3, progress=True)
+@pytest.mark.parametrize("count", [3, 30])
+def test_progress_ends_with_the_pool_if_no_task_runs(pool, count, capsys):
+    iterator = pool.imap(work.square, iter(range(count)), lookahead=3, progress=True)
     assert next(iterator) == 0
     assert pool.map(work.square, range(6), 1) == [n * n for n in range(6)]
     pool.terminate()

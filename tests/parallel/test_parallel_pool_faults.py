@@ -62,7 +62,7 @@ def test_death_loses_one_task(pool, death):
     assert caught.value.task == f"apply({func.__name__})"
     assert caught.value.pid != os.getpid()
     assert caught.value.exitcode == {"killed": -9, "segfault": -11, "exit": 3}[death]
-    assert [one.get(20) for one in before + after] == [n * n for n in range(6)] * 2
+    assert [result.get(20) for result in before + after] == [n * n for n in range(6)] * 2
     wait_until(lambda: pool.size() == 2)
     assert pool.map(work.square, range(50), 1) == [n * n for n in range(50)]
 
@@ -77,11 +77,11 @@ def test_death_in_a_map(pool, death):
         results.append(pool.apply_async(func if n == 150 else work.square, (n,)))
     with pytest.raises(WorkerDiedError, match=words):
         results.pop(150).get(20)
-    assert [one.get(20) for one in results] == [n * n for n in range(300) if n != 150]
+    assert [result.get(20) for result in results] == [n * n for n in range(300) if n != 150]
 
 
 @pytest.mark.parametrize(
-    ("items", "chunksize", "name"),
+    ("count", "chunksize", "name"),
     [
         (6, 2, "items 2 to 3 of {} are lost"),
         (6, 1, "item 3 of {} is lost"),
@@ -89,13 +89,13 @@ def test_death_in_a_map(pool, death):
         (4, 3, "item 3 of {} is lost"),
     ],
 )
-def test_chunk_is_lost_as_a_whole(pool, items, chunksize, name):
+def test_chunk_is_lost_as_a_whole(pool, count, chunksize, name):
     """The error names its items; the last chunk may be short."""
     with pytest.raises(WorkerDiedError) as caught:
-        pool.map(work.kill_at_3, range(items), chunksize)
+        pool.map(work.kill_at_3, range(count), chunksize)
     assert str(caught.value).startswith(name.format("map(kill_at_3)"))
     with pytest.raises(WorkerDiedError) as caught:
-        list(pool.imap(work.kill_at_3, iter(range(items)), chunksize))
+        list(pool.imap(work.kill_at_3, iter(range(count)), chunksize))
     assert str(caught.value).startswith(name.format("imap(kill_at_3)"))
     assert pool.apply(work.square, (3,)) == 9
 
@@ -150,10 +150,10 @@ def test_error_of_a_task(pool, case):
     func, args, kind, words = ERRORS[case]
     wait_until(lambda: pool.size() == 2)
     workers = children()
-    others = [pool.apply_async(work.square, (n,)) for n in range(3)]
+    quick = [pool.apply_async(work.square, (n,)) for n in range(3)]
     with pytest.raises(kind, match=words):
         pool.apply_async(func, args).get(20)
-    assert [one.get(20) for one in others] == [0, 1, 4]
+    assert [result.get(20) for result in quick] == [0, 1, 4]
     assert pool.apply(work.pid) in workers
     assert children() == workers
 
@@ -161,12 +161,12 @@ def test_error_of_a_task(pool, case):
 @pytest.mark.parametrize("tasks", [1, 2])
 def test_task_that_cannot_be_unpickled_counts_for_maxtasksperchild(tasks):
     with make(1, maxtasksperchild=tasks) as pool:
-        first = pool.apply_async(work.pid)
+        worker_pid = pool.apply_async(work.pid)
         calls = [pool.apply_async(work.take, (work.Unloadable(),)) for _ in range(tasks)]
         for call in calls:
             with pytest.raises(RuntimeError, match="not again"):
                 call.get(20)
-        assert pool.apply_async(work.pid).get(20) != first.get(20)
+        assert pool.apply_async(work.pid).get(20) != worker_pid.get(20)
 
 
 def test_result_that_needs_more_descriptors_than_the_caller_has(pool):
@@ -334,12 +334,12 @@ def test_callback_raises(pool, caplog):
 def test_task_timeout():
     with Pool(2, task_timeout=0.3, start_method="fork") as pool:
         slow = pool.apply_async(work.nap, (30,))
-        others = [pool.apply_async(work.square, (n,)) for n in range(10)]
+        quick = [pool.apply_async(work.square, (n,)) for n in range(10)]
         with pytest.raises(
             TaskTimeoutError, match=r"apply\(nap\) ran longer than task_timeout=0.3"
         ):
             slow.get(20)
-        assert [one.get(20) for one in others] == [n * n for n in range(10)]
+        assert [result.get(20) for result in quick] == [n * n for n in range(10)]
         assert issubclass(TaskTimeoutError, TimeoutError)
         assert pool.map(work.nap, [0.05] * 20, 1) == [0.05] * 20
 
@@ -368,8 +368,8 @@ def test_short_tasks_do_not_wait_behind_a_long_one(pool):
     pool.map(work.square, range(2000), 1)
     naps = [pool.apply_async(work.square, (n,)) for n in range(40)]
     long = pool.apply_async(work.nap, (60,))
-    rest = [pool.apply_async(work.square, (n,)) for n in range(40)]
-    assert [one.get(30) for one in naps + rest] == [n * n for n in range(40)] * 2
+    quick = [pool.apply_async(work.square, (n,)) for n in range(40)]
+    assert [result.get(30) for result in naps + quick] == [n * n for n in range(40)] * 2
     assert not long.ready()
 
 
@@ -377,14 +377,14 @@ def test_tasks_that_wait_for_each_other(pool, tmp_path):
     """They run at the same time if there are workers for both, whatever ran before."""
     pool.map(work.square, range(2000), 1)
     for attempt in range(5):
-        first, second = str(tmp_path / f"a{attempt}"), str(tmp_path / f"b{attempt}")
+        path_a, second = str(tmp_path / f"a{attempt}"), str(tmp_path / f"b{attempt}")
         calls = [pool.apply_async(work.square, (n,)) for n in range(31)]
         meeting = [
-            pool.apply_async(work.wait_for, (first, second)),
-            pool.apply_async(work.wait_for, (second, first)),
+            pool.apply_async(work.wait_for, (path_a, second)),
+            pool.apply_async(work.wait_for, (second, path_a)),
         ]
-        assert [one.get(25) for one in meeting] == [True, True]
-        assert [one.get(20) for one in calls] == [n * n for n in range(31)]
+        assert [result.get(25) for result in meeting] == [True, True]
+        assert [result.get(20) for result in calls] == [n * n for n in range(31)]
 
 
 def test_many_deaths_at_once(pool):

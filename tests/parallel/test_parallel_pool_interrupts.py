@@ -50,7 +50,7 @@ def interrupted_when(condition):
 
 def is_joining():
     frame = sys._current_frames()[threading.main_thread().ident]
-    return any(one.f_code is Pool.join.__code__ for one, _ in traceback.walk_stack(frame))
+    return any(caller.f_code is Pool.join.__code__ for caller, _ in traceback.walk_stack(frame))
 
 
 def interrupted(call, pool, folder):

@@ -38,14 +38,14 @@ def test_close_finishes_accepted_tasks(make):
     with nothing_left():
         pool = make()
         calls = [pool.apply_async(work.nap_and_square, (n,)) for n in range(10)]
-        seen = []
-        pool.imap(work.square, (seen.append(n) or n for n in range(500)), lookahead=2)
+        numbers = []
+        pool.imap(work.square, (numbers.append(n) or n for n in range(500)), lookahead=2)
         pool.close()
         with pytest.raises(ValueError, match="Pool not running"):
             pool.apply(work.square, (1,))
         pool.join(30)
         assert [call.get(0) for call in calls] == [n * n for n in range(10)]
-        assert seen == list(range(500))
+        assert numbers == list(range(500))
         assert pool.size() == 0
         del pool
 
@@ -213,7 +213,7 @@ def test_maxtasksperchild(tasks):
     with nothing_left():
         pool = KINDS["Pool"](maxtasksperchild=tasks)
         pids = pool.map(work.pid, range(12), 1)
-        assert all(pids.count(one) <= tasks for one in pids)
+        assert all(pids.count(pid) <= tasks for pid in pids)
         assert pool.map(work.square, range(8), 1) == [n * n for n in range(8)]
         pool.close()
         pool.join(30)
@@ -269,7 +269,7 @@ def test_workers_end_with_a_killed_parent(method):
         print(*pids, flush=True)
         time.sleep(60)
     """)
-    pids = [int(one) for one in program.stdout.readline().split()]
+    pids = [int(pid) for pid in program.stdout.readline().split()]
     assert len(pids) == 2
     program.kill()
     program.communicate(timeout=20)

@@ -26,11 +26,11 @@ def test_many_functions_in_turn(then):
     """The pipe always has room to send tasks and to stop the worker."""
     with make(1) as pool:
         iterators = [pool.imap(lambda n: n, iter(range(2)), lookahead=1) for _ in range(100)]
-        assert [next(one) for one in iterators] == [0] * 100
-        assert [next(one) for one in iterators] == [1] * 100
+        assert [next(iterator) for iterator in iterators] == [0] * 100
+        assert [next(iterator) for iterator in iterators] == [1] * 100
         # The worker has answered, but does not read yet.
         assert pool.apply(type, (work.SlowlyFreed(),)) is work.SlowlyFreed
-        assert [next(one, None) for one in iterators] == [None] * 100
+        assert [next(iterator, None) for iterator in iterators] == [None] * 100
         if then == "map":
             assert pool.map(work.square, range(200), 1) == [n * n for n in range(200)]
         pool.close()
@@ -42,14 +42,16 @@ def test_functions_of_maps_in_turn_are_pickled_and_made_once(lookahead):
     """Also with a call in between; a worker frees them after the maps."""
     functions = [work.CountedFunction() for _ in range(3)]
     with make(1) as pool:
-        iterators = [pool.imap(one, iter(range(20)), lookahead=lookahead) for one in functions]
+        iterators = [
+            pool.imap(function, iter(range(20)), lookahead=lookahead) for function in functions
+        ]
         for _ in range(15):
-            made = [next(one) for one in iterators]
+            values = [next(iterator) for iterator in iterators]
             assert pool.apply(work.alive) == 3
-        assert made == [3, 3, 3]
-        assert [list(one) for one in iterators] == [[3] * 5] * 3
+        assert values == [3, 3, 3]
+        assert [list(iterator) for iterator in iterators] == [[3] * 5] * 3
         assert pool.apply(work.alive) == 0
-        assert [one.pickled for one in functions] == [1, 1, 1]
+        assert [function.pickled for function in functions] == [1, 1, 1]
 
 
 def test_more_maps_in_turn_than_a_worker_keeps_functions_of():
@@ -58,8 +60,8 @@ def test_more_maps_in_turn_than_a_worker_keeps_functions_of():
             pool.imap(work.CountedFunction(), iter(range(3)), lookahead=1) for _ in range(20)
         ]
         for _ in range(3):
-            for one in iterators:
-                next(one)
+            for iterator in iterators:
+                next(iterator)
                 assert pool.apply(work.alive) <= 8
 
 
@@ -80,8 +82,8 @@ def test_tensors_by_file_name_in_the_function_of_a_map():
         options = {"is_copy_tensor": False, "share_method": "cpu", "start_method": "fork"}
         with Pool(3, **options) as pool:
             for _ in range(3):
-                found = pool.map(partial(tensor_work.plus_first, tensor), range(30), chunksize=1)
-                assert found == list(range(5, 35))
+                results = pool.map(partial(tensor_work.plus_first, tensor), range(30), chunksize=1)
+                assert results == list(range(5, 35))
     finally:
         torch.multiprocessing.set_sharing_strategy(before)
 
@@ -92,8 +94,8 @@ def test_unordered_results_arrive_while_input_is_read():
     try:
         with ThreadPool(3) as pool:
             for _ in range(3):
-                found = pool.imap_unordered(abs, range(10000), chunksize=1, lookahead=2000)
-                assert sorted(found) == list(range(10000))
+                results = pool.imap_unordered(abs, range(10000), chunksize=1, lookahead=2000)
+                assert sorted(results) == list(range(10000))
     finally:
         sys.setswitchinterval(interval)
 

@@ -24,8 +24,8 @@ METHODS = ["fork", "forkserver", "spawn"]
 LONG_S = 60.0
 
 
-def ended(target: Any, *args: Any, ctx: Any = FORK, **others: Any) -> Process:
-    process = Process(target=target, args=args, ctx=ctx, **others)
+def ended(target: Any, *args: Any, ctx: Any = FORK, **options: Any) -> Process:
+    process = Process(target=target, args=args, ctx=ctx, **options)
     process.start()
     process.join(LONG_S)
     if process.exitcode is None:
@@ -38,18 +38,18 @@ def ended(target: Any, *args: Any, ctx: Any = FORK, **others: Any) -> Process:
 @pytest.mark.parametrize("method", METHODS)
 def test_each_start_method_runs_reports_and_cleans(method: str, tmp_path: Path) -> None:
     ctx = multiprocessing.get_context(method)
-    here, there = ctx.Pipe(duplex=False)
+    reader, writer = ctx.Pipe(duplex=False)
     cleaner = functools.partial(work.create, tmp_path / "clean")
-    process = ended(work.send_modules, there, ctx=ctx, cleaner=cleaner)
+    process = ended(work.send_modules, writer, ctx=ctx, cleaner=cleaner)
     assert process.exitcode == 0
     assert process.exception is None
     process.watch()
     assert (tmp_path / "clean").read_text() == str(process.pid)
-    assert here.poll(0)
+    assert reader.poll(0)
     assert isinstance(process, ctx.Process)
     assert isinstance(process, Process)
     if method != "fork":
-        assert here.recv() is False, "a started process has imported torch"
+        assert reader.recv() is False, "a started process has imported torch"
 
     failed = ended(work.fail, ctx=ctx)
     assert failed.exitcode == 1
@@ -66,7 +66,7 @@ def test_each_start_method_runs_reports_and_cleans(method: str, tmp_path: Path) 
 
 def test_spawned_processes_accept_closures_over_locks_and_pipes() -> None:
     ctx = multiprocessing.get_context("spawn")
-    here, there = ctx.Pipe(duplex=False)
+    reader, writer = ctx.Pipe(duplex=False)
     lock, number = ctx.Lock(), 7
 
     class Local(Exception):
@@ -74,11 +74,11 @@ def test_spawned_processes_accept_closures_over_locks_and_pipes() -> None:
 
     def target() -> None:
         with lock:
-            there.send(number)
+            writer.send(number)
         raise Local(number)
 
-    process = ended(target, ctx=ctx, cleaner=lambda: there.send("clean"))
-    assert [here.recv(), here.recv()] == [7, "clean"]
+    process = ended(target, ctx=ctx, cleaner=lambda: writer.send("clean"))
+    assert [reader.recv(), reader.recv()] == [7, "clean"]
     assert isinstance(process.exception, ProcessException)
     assert isinstance(process.exception.__cause__, Local)
 
@@ -95,22 +95,22 @@ class _Greeter(Process):
 
 def test_a_subclass_with_other_arguments_can_be_spawned() -> None:
     ctx = multiprocessing.get_context("spawn")
-    here, there = ctx.Pipe(duplex=False)
-    process = _Greeter(there, ctx)
+    reader, writer = ctx.Pipe(duplex=False)
+    process = _Greeter(writer, ctx)
     assert type(process).__name__ == "_Greeter"
     process.start()
     process.join(LONG_S)
-    assert here.recv() == "greeter"
+    assert reader.recv() == "greeter"
     assert process.exitcode == 0
 
 
 def test_the_default_context_and_documented_order_of_arguments() -> None:
-    here, there = FORK.Pipe(duplex=False)
-    process = Process(None, work.send, "mine", (there,), {"value": 5}, None, FORK, daemon=True)
+    reader, writer = FORK.Pipe(duplex=False)
+    process = Process(None, work.send, "mine", (writer,), {"value": 5}, None, FORK, daemon=True)
     assert (process.name, process.daemon, process.exception) == ("mine", True, None)
     process.start()
     process.join(LONG_S)
-    assert here.recv() == 5
+    assert reader.recv() == 5
     assert isinstance(Process(), multiprocessing.get_context("spawn").Process), "no fork by default"
 
 

@@ -118,19 +118,19 @@ def test_put_waits_for_room() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_to_and_fro(method: str) -> None:
     context = multiprocessing.get_context(method)
-    given: Any = SimpleQueue(ctx=context)
+    inbox: Any = SimpleQueue(ctx=context)
     back: Any = SimpleP2PQueue()
-    process = started(context, echo, given, back)
+    process = started(context, echo, inbox, back)
     large = np.arange(200_000.0)
     for value in (1, {"a": [2]}, b"3" * 300_000):
-        given.put(value)
+        inbox.put(value)
         assert back.get(60) == value
-    given.put((large, large[5:]))
-    one, other = back.get(60)
-    assert np.array_equal(one, large)
+    inbox.put((large, large[5:]))
+    array, other = back.get(60)
+    assert np.array_equal(array, large)
     assert np.array_equal(other, large[5:])
-    one += 1
-    given.put(None)
+    array += 1
+    inbox.put(None)
     assert ended(process) == 0
     with pytest.raises(EOFError, match="no other process can put"):
         back.get(60)
@@ -138,8 +138,8 @@ def test_to_and_fro(method: str) -> None:
 
 def test_torch_is_not_imported_for_other_values() -> None:
     context = multiprocessing.get_context("spawn")
-    given, back, process = served(context, modules_of)
-    given.put(np.zeros(100_000))
+    inbox, back, process = served(context, modules_of)
+    inbox.put(np.zeros(100_000))
     value, has_torch, has_cloudpickle = back.get(60)
     assert (len(value), has_torch, has_cloudpickle) == (100_000, False, False)
     assert ended(process) == 0
@@ -147,13 +147,13 @@ def test_torch_is_not_imported_for_other_values() -> None:
 
 def test_connections_can_be_sent() -> None:
     ours, theirs = multiprocessing.Pipe()
-    given, back, process = served(multiprocessing.get_context("fork"), echo)
-    given.put(theirs)
+    inbox, back, process = served(multiprocessing.get_context("fork"), echo)
+    inbox.put(theirs)
     arrived = back.get(30)
     arrived.send("through")
     assert ours.poll(30)
     assert ours.recv() == "through"
-    given.put(None)
+    inbox.put(None)
     assert ended(process) == 0
 
 

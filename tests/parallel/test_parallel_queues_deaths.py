@@ -87,7 +87,7 @@ def test_every_message_goes_to_exactly_one_reader() -> None:
         queue.put(None)
     arrived = [back.get(30) for _ in readers]
     assert sorted(sum(arrived, [])) == list(range(3000))
-    assert all(part == sorted(part) for part in arrived)
+    assert all(numbers == sorted(numbers) for numbers in arrived)
     assert [ended(reader) for reader in readers] == [0, 0, 0]
 
 
@@ -143,17 +143,17 @@ def test_the_sides_of_a_queue_for_two() -> None:
 
 
 def test_multi_continues_with_the_living_processes() -> None:
-    given, back = MultiP2PQueue(2), SimpleQueue()
+    inbox, back = MultiP2PQueue(2), SimpleQueue()
     context = multiprocessing.get_context("spawn")
-    readers = [started(context, get_one_and_wait, given.get_sub_queue(i), back) for i in (0, 1)]
+    readers = [started(context, get_one_and_wait, inbox.get_sub_queue(i), back) for i in (0, 1)]
     for number in (0, 1):
-        given.put(number)
+        inbox.put(number)
     assert {back.get(60), back.get(60)} == {0, 1}
     _killed(readers[0])
-    given.put(2)
+    inbox.put(2)
     assert ended(readers[1]) == 0
     with pytest.raises(BrokenPipeError, match="no process is left"):
-        put_for_ever(given, 3)
+        put_for_ever(inbox, 3)
 
 
 def test_multi_put_fails_if_the_readers_of_all_open_queues_have_ended() -> None:
@@ -196,10 +196,10 @@ def test_a_bundle_has_as_few_messages_as_possible() -> None:
     """The system limits the number of messages."""
     bundle = _descriptors.bundle([os.dup(0) for _ in range(600)])
     with socket.socket(fileno=bundle) as carrier:
-        parts = [_descriptors.receive(carrier, 1)[1] for _ in range(4)]
-    for part in parts:
-        _descriptors.close(part)
-    assert list(map(len, parts)) == [253, 253, 94, 0]
+        messages = [_descriptors.receive(carrier, 1)[1] for _ in range(4)]
+    for message in messages:
+        _descriptors.close(message)
+    assert list(map(len, messages)) == [253, 253, 94, 0]
 
 
 def test_more_tensors_than_a_message_takes_descriptors() -> None:
@@ -210,7 +210,7 @@ def test_more_tensors_than_a_message_takes_descriptors() -> None:
     arrived = queue.get(30)
     assert [tensor[0].item() for tensor in arrived] == list(range(600))
     assert all(
-        one.data_ptr() == other.data_ptr() for one, other in zip(tensors, arrived, strict=True)
+        sent.data_ptr() == other.data_ptr() for sent, other in zip(tensors, arrived, strict=True)
     )
     del queue, tensors, arrived
     wait_until(lambda: descriptors() <= before)

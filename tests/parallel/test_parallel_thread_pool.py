@@ -27,10 +27,10 @@ def test_everything_by_reference():
         mine = []
         pool.apply(mine.append, (3,))
         assert mine == [3]
-        assert pool.apply(lambda one: one, (mine,)) is mine
+        assert pool.apply(lambda value: value, (mine,)) is mine
 
         class Mine(Exception):
-            def __init__(self, first, second):
+            def __init__(self, text, second):
                 super().__init__()
 
         def fail():
@@ -97,10 +97,10 @@ def test_terminate_does_not_wait_for_running_tasks(kind):
 
 
 def test_initializer():
-    seen = []
-    with ThreadPool(2, seen.append, (1,)) as pool:
+    calls = []
+    with ThreadPool(2, calls.append, (1,)) as pool:
         pool.map(lambda _: None, range(10), 1)
-        assert 1 <= len(seen) <= 2
+        assert 1 <= len(calls) <= 2
 
     def fails():
         raise OSError("no device")
@@ -114,12 +114,12 @@ def test_initializer():
 
 def test_contexts_of_two_pools_keep_apart():
     with (
-        CtxThreadPool(2, worker_contexts=[1, 2]) as first,
+        CtxThreadPool(2, worker_contexts=[1, 2]) as numbers,
         CtxThreadPool(2, worker_contexts=["a", "b"]) as second,
     ):
-        one = first.map_async(lambda context, n: (context, n), range(50), 1)
+        results = numbers.map_async(lambda context, n: (context, n), range(50), 1)
         two = second.map_async(lambda context, n: (context, n), range(50), 1)
-        assert {context for context, _ in one.get(20)} <= {1, 2}
+        assert {context for context, _ in results.get(20)} <= {1, 2}
         assert {context for context, _ in two.get(20)} <= {"a", "b"}
     with CtxThreadPool(1) as pool:
         assert pool.apply(lambda context: context) is None
@@ -129,21 +129,21 @@ def test_contexts_of_two_pools_keep_apart():
 
 def test_context_without_the_argument():
     """Initializers and functions that do not get it find it, each thread its own."""
-    seen = []
+    calls = []
     barrier = threading.Barrier(2)
 
     def initialize(*words):
         barrier.wait(20)
-        seen.append((CtxPoolStorage.storage, *words))
+        calls.append((CtxPoolStorage.storage, *words))
 
     def find(context, _):
         barrier.wait(20)
-        return context, CtxPoolStorage.storage, proxy_ctx_caller(lambda found: found, ())
+        return context, CtxPoolStorage.storage, proxy_ctx_caller(lambda value: value, ())
 
     with CtxThreadPool(2, initialize, ("x",), worker_contexts=["a", "b"]) as pool:
-        found = pool.map(find, range(2), 1)
-        assert sorted(found) == [("a", "a", "a"), ("b", "b", "b")]
-        assert sorted(seen) == [("a", "x"), ("b", "x")]
+        results = pool.map(find, range(2), 1)
+        assert sorted(results) == [("a", "a", "a"), ("b", "b", "b")]
+        assert sorted(calls) == [("a", "x"), ("b", "x")]
         assert CtxPoolStorage.storage is None
     with CtxThreadPool(1) as pool:
 

@@ -49,11 +49,11 @@ def small_net(norm: bool = False) -> nn.Sequential:
 
 
 def loader(
-    split: str = "train", samples: int = SAMPLES, batch: int = BATCH, *, whole: bool = False
+    split: str = "train", samples: int = SAMPLES, batch: int = BATCH, *, undivided: bool = False
 ) -> DataLoader[Any]:
     """Return a loader of this rank's part in order; Lightning's own sampler would shuffle it."""
     data: Any = Subset(Digits(split), range(samples))
-    if whole or not dist.is_initialized():
+    if undivided or not dist.is_initialized():
         return DataLoader(data, batch_size=batch)
     return DataLoader(data, batch_size=batch, sampler=DistributedSampler(data, shuffle=False))
 
@@ -120,11 +120,11 @@ class Manual(Automatic):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         loss = self.loss(batch)
-        for one in self.optimizers():
-            one.zero_grad()
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
         self.manual_backward(loss)
-        for one in self.optimizers():
-            one.step()
+        for optimizer in self.optimizers():
+            optimizer.step()
         self.log("train_loss", loss)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -132,7 +132,7 @@ class Manual(Automatic):
         return scores
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (self.first, self.last)]
+        return [torch.optim.AdamW(layer.parameters(), lr=0.01) for layer in (self.first, self.last)]
 
 
 def join_lightning() -> None:
@@ -167,4 +167,4 @@ def make_trainer(strategy: Any = None, **options: Any) -> Trainer:
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: one.detach().clone() for name, one in module.state_dict().items()}
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}

@@ -58,7 +58,7 @@ SETTINGS: dict[str, tuple[type[Automatic], dict[str, Any]]] = {
 def whole_weights(trainer: Any) -> dict[str, Tensor]:
     """Return the weights that a checkpoint would have; every rank must call this."""
     state = trainer.strategy.lightning_module_state_dict()
-    return {name: one.detach().clone() for name, one in state.items()}
+    return {name: value.detach().clone() for name, value in state.items()}
 
 
 def _fit(setting: str, strategy: Any) -> tuple[dict[str, Tensor], dict[str, float], int]:
@@ -80,23 +80,23 @@ DDP_OPTIONS = ("static_graph", "find_unused_parameters", "gradient_as_bucket_vie
 
 def _compare(settings: tuple[str, ...]) -> dict[tuple[str, str], Any]:
     join_lightning()
-    found: dict[tuple[str, str], Any] = {}
+    distances: dict[tuple[str, str], Any] = {}
     for setting in settings:
         theirs = _fit(setting, "ddp")
         for wrapper in WRAPPERS:
             ours = _fit(setting, "stepwrap" if wrapper == "ddp" else StepStrategy(wrapper))
             logs = max(abs(ours[1][name] - value) for name, value in theirs[1].items())
             same = sorted(ours[1]) == sorted(theirs[1]) and ours[2] == theirs[2]
-            found[setting, wrapper] = (apart(ours[0], theirs[0]), logs, same)
+            distances[setting, wrapper] = (apart(ours[0], theirs[0]), logs, same)
         for option in DDP_OPTIONS:
             if option == "static_graph" and "manual" in setting and LOSES_FIRST:
                 with pytest.raises(ValueError, match="update Lightning"):
                     _fit(setting, StepStrategy(**{option: True}))
-                found[setting, option] = 0.0
+                distances[setting, option] = 0.0
                 continue
             ours = _fit(setting, StepStrategy(**{option: True}))
-            found[setting, option] = apart(ours[0], theirs[0])
-    return found
+            distances[setting, option] = apart(ours[0], theirs[0])
+    return distances
 
 
 def compare(settings: Iterable[str]) -> list[dict[tuple[str, str], Any]]:
@@ -134,7 +134,7 @@ def plain_epoch(batch: int, norm: bool) -> nn.Module:
     net = small_net(norm)
     # Adam would amplify the gradient of a bias before BatchNorm, which is rounding noise.
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    data: DataLoader[Any] = loader(batch=batch, whole=True)
+    data: DataLoader[Any] = loader(batch=batch, undivided=True)
     for images, labels in data:
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(images), labels).backward()

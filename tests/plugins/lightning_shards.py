@@ -56,12 +56,12 @@ class Toggling(Manual):
     """Train one optimizer after the other, the last layer first."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        for one in self.optimizers()[::-1]:
-            self.toggle_optimizer(one)
-            one.zero_grad()
+        for optimizer in self.optimizers()[::-1]:
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
             self.manual_backward(self.loss(batch))
-            one.step()
-            self.untoggle_optimizer(one)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
 
 
 class Thawing(Automatic):
@@ -94,18 +94,18 @@ def _thawed_plainly() -> dict[str, Tensor]:
     module = Thawing()
     optimizer = module.configure_optimizers()
     data = loader().dataset
-    parts = [
+    halves = [
         DataLoader(data, BATCH, sampler=DistributedSampler(data, 2, rank, shuffle=False))
         for rank in range(2)
     ]
     for epoch in range(2):
         module.net[1].requires_grad_(epoch > 0)
-        for pair in zip(*parts, strict=True):
+        for pair in zip(*halves, strict=True):
             optimizer.zero_grad()
-            images, labels = (torch.cat(one) for one in zip(*pair, strict=True))
+            images, labels = (torch.cat(tensors) for tensors in zip(*pair, strict=True))
             module.loss((images, labels)).backward()
             optimizer.step()
-    return {name: one.detach() for name, one in module.state_dict().items()}
+    return {name: value.detach() for name, value in module.state_dict().items()}
 
 
 def unusual_modules() -> dict[str, Any]:
@@ -115,10 +115,10 @@ def unusual_modules() -> dict[str, Any]:
     swa = lightning.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)
     data: Any = DataLoader(Subset(Digits("val"), range(17)), batch_size=4)
     trainer = make_trainer(StepStrategy("fsdp"))
-    left = Automatic()
-    _fit(left, StepStrategy("fsdp"))
+    foreign = Automatic()
+    _fit(foreign, StepStrategy("fsdp"))
     return {
-        "left by another": _error_of(lambda: _fit(left, StepStrategy())),
+        "left by another": _error_of(lambda: _fit(foreign, StepStrategy())),
         "own, called": apart(_fit(OwnScale(), StepStrategy("fsdp")), plain),
         "own, not called": _error_of(lambda: _fit(OwnScaleUncalled(), StepStrategy("fsdp"))),
         "toggled": apart(_fit(Toggling(), StepStrategy("fsdp")), toggled),
@@ -129,7 +129,7 @@ def unusual_modules() -> dict[str, Any]:
         "unequal at first": _error_of(
             lambda: make_trainer(
                 StepStrategy("fsdp"), num_sanity_val_steps=2, use_distributed_sampler=False
-            ).fit(Automatic(), loader(), loader("val", 8 * (2 - dist.get_rank()), whole=True))
+            ).fit(Automatic(), loader(), loader("val", 8 * (2 - dist.get_rank()), undivided=True))
         ),
         "unequal by ddp": _error_of(
             lambda: make_trainer(StepStrategy()).predict(Automatic(), data)

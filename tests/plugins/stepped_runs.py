@@ -34,7 +34,7 @@ class NormPenalised(StepDistributedDataParallel):
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         with optim_wrapper.optim_context(self):
             losses = self(*self.module.data_preprocessor(data, True), mode="loss")
-        losses["loss_norm"] = 0.01 * sum(one.square().sum() for one in self.parameters())
+        losses["loss_norm"] = 0.01 * sum(param.square().sum() for param in self.parameters())
         total, logs = parse_losses(losses)
         optim_wrapper.update_params(total)
         return logs
@@ -141,8 +141,10 @@ def by_the_runner(case: Case) -> dict[str, Tensor]:
     loop = EpochTrainLoop(loader(), max_epochs=EPOCHS)
     Runner(model=model, train_loop=loop, optim_wrapper=case.optim(model)).train()
     state = model.module.state_dict()
-    whole = {k: getattr(one, "full_tensor", lambda one=one: one)() for k, one in state.items()}
-    return {f"model.{name}": one.detach().clone() for name, one in whole.items()}
+    full = {
+        k: getattr(value, "full_tensor", lambda value=value: value)() for k, value in state.items()
+    }
+    return {f"model.{name}": tensor.detach().clone() for name, tensor in full.items()}
 
 
 def by_the_trainer(case: Case, **options: Any) -> tuple[Any, StepLightningModule]:
@@ -156,19 +158,19 @@ def by_the_trainer(case: Case, **options: Any) -> tuple[Any, StepLightningModule
 
 def both_ways(names: list[str]) -> dict[str, Any]:
     join_lightning()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in names:
         case = CASES[name]
         runner = by_the_runner(case)
         trainer, module = by_the_trainer(case)
-        names = [type(one).__name__ for one in module.model.modules()]
-        found[name] = {
+        names = [type(module_child).__name__ for module_child in module.model.modules()]
+        results[name] = {
             "distance": apart(whole_weights(trainer), runner),
             "steps": trainer.global_step,
             "logged": sorted(trainer.callback_metrics),
-            "wrapped": [one for one in names if "Distributed" in one or one == "_Child"],
+            "wrapped": [name for name in names if "Distributed" in name or name == "_Child"],
         }
-    return found
+    return results
 
 
 RESUMED = ("accumulation", "fp16", "fsdp", "separate", "carrying")
@@ -177,17 +179,19 @@ RESUMED = ("accumulation", "fp16", "fsdp", "separate", "carrying")
 def resumed(folder: str) -> dict[str, Any]:
     """Compare runs resumed after an epoch, or within one, with a whole run."""
     join_lightning()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     schedules = [
         {"type": "StepLR", "step_size": 1, "gamma": 0.5},
         {"type": "LinearLR", "by": "step", "total_iters": 6},
     ]
     for name in RESUMED:
         case = CASES[name]
-        given = [] if name == "separate" else schedules
+        case_schedules = [] if name == "separate" else schedules
 
-        def module(case: Case = case, given: Any = given) -> StepLightningModule:
-            return StepLightningModule(case.model(), optim_wrapper=case.optim, schedulers=given)
+        def module(case: Case = case, case_schedules: Any = case_schedules) -> StepLightningModule:
+            return StepLightningModule(
+                case.model(), optim_wrapper=case.optim, schedulers=case_schedules
+            )
 
         def trainer(epochs: int, case: Case = case, **options: Any) -> Any:
             return make_trainer(StepStrategy(case.wrapper), max_epochs=epochs, **options)
@@ -197,12 +201,12 @@ def resumed(folder: str) -> dict[str, Any]:
         saves = lightning.callbacks.ModelCheckpoint(
             f"{folder}/{name}", "{epoch}", every_n_train_steps=every, save_top_k=-1
         )
-        whole = trainer(3, callbacks=[saves], enable_checkpointing=True)
-        whole.fit(module(), loader(samples=96))
-        first = trainer(1)
-        first.fit(module(), loader(samples=96))
+        uninterrupted = trainer(3, callbacks=[saves], enable_checkpointing=True)
+        uninterrupted.fit(module(), loader(samples=96))
+        start = trainer(1)
+        start.fit(module(), loader(samples=96))
         path = f"{folder}/{name}.ckpt"
-        first.save_checkpoint(path)
+        start.save_checkpoint(path)
         second = trainer(3)
         second.fit(module(), loader(samples=96), ckpt_path=path)
         third = trainer(3)
@@ -210,22 +214,23 @@ def resumed(folder: str) -> dict[str, Any]:
         if name not in ("fp16", "separate") and hasattr(third.fit_loop, "restarted_mid_epoch"):
             third.fit(module(), loader(samples=96), ckpt_path=f"{folder}/{name}/epoch=0.ckpt")
         state = torch.load(path, weights_only=False)
-        found[name] = {
-            "distance": apart(whole_weights(whole), whole_weights(second)),
-            "from within": third.model and apart(whole_weights(whole), whole_weights(third)),
-            "steps": (whole.global_step, second.global_step),
+        results[name] = {
+            "distance": apart(whole_weights(uninterrupted), whole_weights(second)),
+            "from within": third.model
+            and apart(whole_weights(uninterrupted), whole_weights(third)),
+            "steps": (uninterrupted.global_step, second.global_step),
             "optimizers": len(state["optimizer_states"]),
             "schedules": len(state["lr_schedulers"]),
-            "names": sorted(state["state_dict"]) == sorted(whole_weights(whole)),
-            "rates": [one.optimizers[0].param_groups[0]["lr"] for one in (whole, second)],
+            "names": sorted(state["state_dict"]) == sorted(whole_weights(uninterrupted)),
+            "rates": [run.optimizers[0].param_groups[0]["lr"] for run in (uninterrupted, second)],
         }
-    return found
+    return results
 
 
 def evaluated() -> dict[str, Any]:
     """Return metrics and predictions of the runner and of the Trainer, in a fit and alone."""
     join_lightning()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for wrapper in ("ddp", "fsdp"):
         # A new metric, because our loops switch off a metric's own synchronisation.
         metrics = {"accuracy": MulticlassAccuracy(num_classes=10, average="micro")}
@@ -237,7 +242,7 @@ def evaluated() -> dict[str, Any]:
         (validated,) = trainer.validate(module, data, verbose=False)
         (tested,) = trainer.test(module, data, verbose=False)
         predicted = trainer.predict(module, data)
-        state = {k.removeprefix("model."): one for k, one in whole_weights(trainer).items()}
+        state = {k.removeprefix("model."): value for k, value in whole_weights(trainer).items()}
         model = supervised(True).eval()
         model.load_state_dict(state)
         runner = Runner(model=model, val_loop=ValLoop(loader("val", 40), metrics))
@@ -245,7 +250,7 @@ def evaluated() -> dict[str, Any]:
         (bare,) = make_trainer(StepStrategy(wrapper)).validate(alone, data, verbose=False)
         with torch.no_grad():
             mine = model(data.dataset[dist.get_rank()][0][None])[0]
-        found[wrapper] = {
+        results[wrapper] = {
             "runner": runner.validate()["accuracy"],
             "accuracies": [
                 logged["val_accuracy"],
@@ -257,7 +262,7 @@ def evaluated() -> dict[str, Any]:
             "prediction": (predicted[0][0] - mine).abs().max().item(),
             "predictions": sum(map(len, predicted)),
         }
-    return found
+    return results
 
 
 def watched() -> list[float]:

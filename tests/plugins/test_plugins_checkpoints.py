@@ -14,7 +14,7 @@ from weights import apart
 
 from stepwrap.plugins.lightning import StepStrategy
 
-pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
+pytestmark = [pytest.mark.filterwarnings(ignored) for ignored in QUIET]
 EPOCHS = 3
 
 
@@ -64,7 +64,7 @@ def test_a_run_resumes_exactly_from_either_file(
     ours = torch.load("ours.ckpt", weights_only=False)
     assert apart(weights(module), theirs["state_dict"]) <= 1e-6
     assert list(ours) == list(theirs)
-    assert all(type(one) is torch.Tensor for one in ours["state_dict"].values())
+    assert all(type(value) is torch.Tensor for value in ours["state_dict"].values())
     for mine, other in zip(ours["optimizer_states"], theirs["optimizer_states"], strict=True):
         # Ours have the names of the parameters too.
         groups = [
@@ -123,7 +123,7 @@ def test_layers_may_be_registered_in_another_order(
 def _again() -> dict[str, Any]:
     """Train, evaluate and train a module again by one Trainer, and load a file."""
     join_lightning()
-    found = {}
+    results = {}
     for wrapper in WRAPPERS:
         module = Automatic()
         trainer = make_trainer(StepStrategy(wrapper), limit_val_batches=0)
@@ -135,8 +135,8 @@ def _again() -> dict[str, Any]:
         (tested,) = trainer.test(module, loader("test", 16), verbose=False)
         moved = apart(after, whole_weights(trainer))
         trainer.test(module, loader("test", 16), f"again-{wrapper}.ckpt", verbose=False)
-        found[wrapper] = (moved, apart(after, whole_weights(trainer)), tested["test_loss"])
-    return found
+        results[wrapper] = (moved, apart(after, whole_weights(trainer)), tested["test_loss"])
+    return results
 
 
 def test_one_trainer_fits_tests_and_loads_again(

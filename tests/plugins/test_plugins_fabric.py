@@ -15,7 +15,7 @@ from weights import apart
 from stepwrap.plugins.lightning import StepFabricStrategy
 from stepwrap.plugins.lightning.tree import FabricDDPStrategy
 
-pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
+pytestmark = [pytest.mark.filterwarnings(ignored) for ignored in QUIET]
 Fabric = import_module(FabricDDPStrategy.__module__.partition(".strategies")[0]).Fabric
 
 
@@ -50,25 +50,25 @@ class Spare(nn.Module):
 
 def _both(folder: str) -> dict[str, Any]:
     join_lightning()
-    found: dict[str, Any] = {}
+    distances: dict[str, Any] = {}
     for every in (1, 2):
         for precision in ("32-true", "bf16-mixed"):
             ours = _train("stepwrap", every, precision=precision, path=f"{folder}/file.ckpt")
             theirs = _train("ddp", every, precision=precision)
-            found[f"{every}, {precision}"] = apart(ours, theirs)
+            distances[f"{every}, {precision}"] = apart(ours, theirs)
     strategy = StepFabricStrategy(detect_anomalous_params=True, find_unused_parameters=True)
     with Messages("stepwrap.wrappers.steps.step_checks") as texts:
         _train(strategy, net=Spare())
     kinds = {"reduced": "c10d::allreduce_"}
     counts = [sent(lambda k=k: _train("stepwrap", k), kinds)["reduced"] for k in (1, 2)]
-    return {"weights": found, "texts": texts, "counts": counts}
+    return {"weights": distances, "texts": texts, "counts": counts}
 
 
 def test_fabric_trains_as_by_its_own_ddp(tmp_path: Path) -> None:
     for rank in run_ranks(_both, 2, str(tmp_path), timeout_s=120):
         assert rank["weights"] == pytest.approx(dict.fromkeys(rank["weights"], 0), abs=1e-6)
         assert len(rank["weights"]) == 4
-        assert any("spare.weight" in one for one in rank["texts"])
+        assert any("spare.weight" in text for text in rank["texts"])
         # Two updates of four batches save two reductions.
         assert rank["counts"][0] - rank["counts"][1] >= 2
 

@@ -12,7 +12,7 @@ from stepwrap.plugins.lightning import StepLightningModule, StepStrategy
 from stepwrap.wrappers import AmpOptimWrapper
 from stepwrap.wrappers.optimizers.optimizer_fit import build_optimizer
 
-pytestmark = [pytest.mark.gpu, *(pytest.mark.filterwarnings(one) for one in QUIET)]
+pytestmark = [pytest.mark.gpu, *(pytest.mark.filterwarnings(ignored) for ignored in QUIET)]
 
 
 def _fit(strategy: Any, precision: str, module: Any = None) -> Any:
@@ -27,8 +27,8 @@ def _fit(strategy: Any, precision: str, module: Any = None) -> Any:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 def test_weights_equal_lightnings_ddp(wrapper: str, precision: str) -> None:
     theirs, ours = _fit("ddp", precision), _fit(StepStrategy(wrapper), precision)
-    theirs = {name: one.cpu() for name, one in theirs.items()}
-    assert apart({name: one.cpu() for name, one in ours.items()}, theirs) <= 1e-6
+    theirs = {name: value.cpu() for name, value in theirs.items()}
+    assert apart({name: value.cpu() for name, value in ours.items()}, theirs) <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -40,4 +40,4 @@ def test_a_module_that_steps_itself(dtype: str) -> None:
     module = StepLightningModule(supervised(), optim_wrapper=mixed)
     before = weights(module)
     _fit("stepwrap", "32-true", module)
-    assert apart(before, {name: one.cpu() for name, one in weights(module).items()}) > 1e-3
+    assert apart(before, {name: value.cpu() for name, value in weights(module).items()}) > 1e-3

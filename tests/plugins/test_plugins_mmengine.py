@@ -104,19 +104,19 @@ def trained(wrapper: Any, folder: Path, *schedulers: Any, **more: Any) -> tuple[
     return runner.optim_wrapper, list(model.parameters()), notes.rates
 
 
-def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+def same(run: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Return whether two runs have the same weights and rates."""
-    weights = [torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True)]
-    return all(weights) and one[2] == other[2] != []
+    weights = [torch.equal(a, b) for a, b in zip(run[1], other[1], strict=True)]
+    return all(weights) and run[2] == other[2] != []
 
 
-def two_groups(place: Any) -> Any:
+def two_groups(library: Any) -> Any:
     """Return a factory of a wrapper with two groups of parameters."""
 
     def make(model: Classifier) -> Any:
-        groups = [{"params": part.parameters()} for part in (model.first, model.second)]
+        groups = [{"params": layer.parameters()} for layer in (model.first, model.second)]
         optimizer = SGD([{**groups[0], "lr": 0.2}, groups[1]], lr=0.1, momentum=0.9)
-        return place.OptimWrapper(optimizer, 2, clip_grad={"max_norm": 0.5})
+        return library.OptimWrapper(optimizer, 2, clip_grad={"max_norm": 0.5})
 
     return make
 
@@ -132,10 +132,12 @@ SCHEDULERS = [
 ]
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=lambda one: one["type"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=lambda settings: settings["type"])
 def test_weights_and_rates_equal_their_wrapper(scheduler: Any, tmp_path: Path) -> None:
     """Also with several groups, for which mmengine reports a base rate as well."""
-    run, reference = (trained(two_groups(place), tmp_path, scheduler) for place in (ours, theirs))
+    run, reference = (
+        trained(two_groups(library), tmp_path, scheduler) for library in (ours, theirs)
+    )
     assert type(run[0]) is ours.OptimWrapper
     assert set(run[2][0][0]) == {"base_lr", "lr"}
     if scheduler["type"] != "LinearMomentum":
@@ -158,9 +160,9 @@ def test_a_config_of_theirs_names_ours(tmp_path: Path) -> None:
 
 
 def test_several_optimizers(tmp_path: Path) -> None:
-    def members(place: Any, model: Classifier) -> dict[str, Any]:
+    def members(library: Any, model: Classifier) -> dict[str, Any]:
         return {
-            name: place.OptimWrapper(SGD(getattr(model, name).parameters(), lr=rate))
+            name: library.OptimWrapper(SGD(getattr(model, name).parameters(), lr=rate))
             for name, rate in (("first", 0.1), ("second", 0.2))
         }
 
@@ -181,12 +183,12 @@ def test_a_run_resumes_from_their_checkpoint(
     # Their checkpoints hold pickled objects, which is safe for files of this test.
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     runs = []
-    for place in (ours, theirs):
-        folder = tmp_path / place.__name__
+    for library in (ours, theirs):
+        folder = tmp_path / library.__name__
         folder.mkdir()
-        trained(two_groups(place), folder, SCHEDULERS[2])
+        trained(two_groups(library), folder, SCHEDULERS[2])
         longer = {"train_cfg": {"by_epoch": True, "max_epochs": 3}, "resume": True}
-        runs.append(trained(two_groups(place), folder, SCHEDULERS[2], **longer))
+        runs.append(trained(two_groups(library), folder, SCHEDULERS[2], **longer))
         assert len(runs[-1][2]) == 5
     assert same(*runs)
 

@@ -28,7 +28,7 @@ from stepwrap.configs.digits import Digits
 from stepwrap.plugins.lightning import StepLightningModule
 from stepwrap.wrappers import OptimWrapper
 
-pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
+pytestmark = [pytest.mark.filterwarnings(ignored) for ignored in QUIET]
 
 
 QUICK = ("custom step", "accumulation", "fp16", "fsdp", "separate")
@@ -67,24 +67,24 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     case: str, resumptions: list[dict[str, Any]]
 ) -> None:
     for rank in resumptions:
-        found = rank[case]
-        assert found["distance"] == 0
-        assert not found["from within"]
-        assert found["steps"][0] == found["steps"][1]
-        assert found["rates"][0] == found["rates"][1]
-        assert found["rates"][0] == pytest.approx(0.01 if case == "separate" else 0.01 / 8)
-        assert found["optimizers"] == (2 if case == "separate" else 1)
-        assert found["schedules"] == (0 if case == "separate" else 2)
-        assert found["names"]
+        result = rank[case]
+        assert result["distance"] == 0
+        assert not result["from within"]
+        assert result["steps"][0] == result["steps"][1]
+        assert result["rates"][0] == result["rates"][1]
+        assert result["rates"][0] == pytest.approx(0.01 if case == "separate" else 0.01 / 8)
+        assert result["optimizers"] == (2 if case == "separate" else 1)
+        assert result["schedules"] == (0 if case == "separate" else 2)
+        assert result["names"]
 
 
 def test_metrics_equal_the_runners() -> None:
     for rank in run_ranks(evaluated, 2, timeout_s=120):
-        for found in rank.values():
-            assert found["accuracies"] == pytest.approx([found["runner"]] * 4, abs=1e-6)
-            assert found["losses"] == pytest.approx([found["losses"][0]] * 3, abs=1e-6)
-            assert found["prediction"] <= 1e-6
-            assert found["predictions"] == 20
+        for result in rank.values():
+            assert result["accuracies"] == pytest.approx([result["runner"]] * 4, abs=1e-6)
+            assert result["losses"] == pytest.approx([result["losses"][0]] * 3, abs=1e-6)
+            assert result["prediction"] <= 1e-6
+            assert result["predictions"] == 20
 
 
 def test_alone_on_one_device_it_steps_itself() -> None:
@@ -200,8 +200,8 @@ def test_schedules_are_checked() -> None:
         ({"type": "StepLR", "step_size": 1, "metric": "val_loss"}, "needs ReduceLROnPlateau"),
         ({"type": "ReduceLROnPlateau", "metric": "los"}, "not logged; logged values: loss"),
     )
-    for given, text in cases:
-        module = StepLightningModule(supervised(), optim_wrapper=plain, schedulers=[given])
+    for schedule, text in cases:
+        module = StepLightningModule(supervised(), optim_wrapper=plain, schedulers=[schedule])
         with pytest.raises(ValueError, match=text):
             make_trainer("auto").fit(module, loader())
 
@@ -216,8 +216,8 @@ def test_with_several_optimizers_a_schedule_names_its_own() -> None:
         ({"type": halving}, "got None"),
         ({"type": halving, "optimizer": "third"}, "got 'third'"),
     )
-    for given, text in cases:
-        module = StepLightningModule(TwoPlayers(), optim_wrapper=two, schedulers=[given])
+    for schedule, text in cases:
+        module = StepLightningModule(TwoPlayers(), optim_wrapper=two, schedulers=[schedule])
         with pytest.raises(ValueError, match=r"must be one of 'first', 'second', got") as error:
             module.configure_optimizers()
         assert str(error.value).endswith(text)
@@ -246,9 +246,9 @@ def test_a_plateau_watches_a_logged_metric() -> None:
 
 
 def test_all_ranks_watch_the_same() -> None:
-    (best, first), (other_best, second) = run_ranks(watched, 2)
-    assert first != second
-    assert best == other_best == pytest.approx((first + second) / 2)
+    (best, rank_0), (other_best, second) = run_ranks(watched, 2)
+    assert rank_0 != second
+    assert best == other_best == pytest.approx((rank_0 + second) / 2)
 
 
 def _steps(module: StepLightningModule, epochs: int = 1, **options: Any) -> int:
@@ -277,7 +277,7 @@ def test_each_fit_counts_its_own_batches(tmp_path: Path) -> None:
 class Interrupting(lightning.Callback):  # type: ignore[misc, name-defined]
     """Create a schedule in the middle of training, as some callbacks do, and raise."""
 
-    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
         torch.optim.lr_scheduler.StepLR(trainer.optimizers[0], 1)
         raise ValueError("on purpose")
 

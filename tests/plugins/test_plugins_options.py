@@ -13,7 +13,7 @@ from stepwrap.plugins.lightning import StepFabricStrategy, StepStrategy
 from stepwrap.plugins.lightning.tree import FABRIC_REGISTRY, TREE, StrategyRegistry
 from stepwrap.wrappers import SeparateDistributedDataParallel, StepDistributedDataParallel
 
-pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
+pytestmark = [pytest.mark.filterwarnings(ignored) for ignored in QUIET]
 
 
 @pytest.mark.parametrize(

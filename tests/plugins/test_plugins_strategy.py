@@ -23,7 +23,7 @@ from stepwrap.plugins.lightning import StepStrategy
 from stepwrap.wrappers import StepDistributedDataParallel
 
 KINDS = {"reduced": "c10d::allreduce_", "scattered": "c10d::_reduce_scatter_base_"}
-pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
+pytestmark = [pytest.mark.filterwarnings(ignored) for ignored in QUIET]
 
 
 QUICK = ("automatic", "manual", "accumulation", "norm")
@@ -88,14 +88,14 @@ def _traffic(wrapper: str) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("wrapper", ["fsdp", *slow("ddp", "separate")])
 def test_accumulation_sends_nothing_before_its_window_ends(wrapper: str) -> None:
-    for each, held in run_ranks(_traffic, 2, wrapper, timeout_s=120)[0]:
+    for per_step, accumulated in run_ranks(_traffic, 2, wrapper, timeout_s=120)[0]:
         # Two updates of four batches instead of four.
-        assert 1 < each - held <= each / 2
+        assert 1 < per_step - accumulated <= per_step / 2
 
 
 def _other_options() -> dict[str, Any]:
     join_lightning()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for wrapper in WRAPPERS:
         trainer = make_trainer(StepStrategy(wrapper, sync_batchnorm=True))
         module = Automatic(norm=True, sgd=True)
@@ -103,14 +103,16 @@ def _other_options() -> dict[str, Any]:
         net = plain_epoch(batch=16, norm=True).state_dict()
         ours = whole_weights(trainer)
         ours = {name: ours[f"net.{name}"] for name in net}
-        found["batchnorm", wrapper] = max((ours[k] - v).abs().max().item() for k, v in net.items())
-        found["kept", wrapper] = type(module.net[2]).__name__
+        results["batchnorm", wrapper] = max(
+            (ours[k] - v).abs().max().item() for k, v in net.items()
+        )
+        results["kept", wrapper] = type(module.net[2]).__name__
     for wrapper in ("ddp", "fsdp"):
         unused = {"find_unused_parameters": True} if wrapper == "ddp" else {}
         strategy = StepStrategy(wrapper, detect_anomalous_params=True, **unused)
         with Messages("stepwrap.wrappers.steps.step_checks") as texts:
             make_trainer(strategy).fit(Automatic(spare=True), loader())
-        found["anomalies", wrapper] = texts
+        results["anomalies", wrapper] = texts
     calls: list[int] = []
 
     def clear(state: Any, bucket: Any) -> Any:
@@ -120,11 +122,11 @@ def _other_options() -> dict[str, Any]:
         return future
 
     module = Automatic(sgd=True)
-    before = {name: one.clone() for name, one in module.state_dict().items()}
+    before = {name: value.clone() for name, value in module.state_dict().items()}
     make_trainer(StepStrategy(comm_hook=clear)).fit(module, loader())
-    found["hook"] = len(calls)
-    found["unchanged"] = all(torch.equal(before[k], v) for k, v in module.state_dict().items())
-    return found
+    results["hook"] = len(calls)
+    results["unchanged"] = all(torch.equal(before[k], v) for k, v in module.state_dict().items())
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +140,8 @@ def test_sync_batchnorm_trains_as_one_process_on_the_whole_batch(
 ) -> None:
     for rank in other_options:
         assert rank["batchnorm", wrapper] <= 1e-6
-        kept = "SynchronizedBatchNorm1d" if wrapper == "fsdp" else "BatchNorm1d"
-        assert rank["kept", wrapper] == kept
+        layer_name = "SynchronizedBatchNorm1d" if wrapper == "fsdp" else "BatchNorm1d"
+        assert rank["kept", wrapper] == layer_name
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])

@@ -27,29 +27,29 @@ from stepwrap.plugins.lightning import StepStrategy
 from stepwrap.plugins.lightning.strategy import has_custom_step
 from stepwrap.registry import MODEL_WRAPPERS
 
-pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
+pytestmark = [pytest.mark.filterwarnings(ignored) for ignored in QUIET]
 ROOT = Path(__file__).parents[2]
 
 
 def _evaluate() -> dict[str, Any]:
     """Compare losses over all ranks and this rank's predictions, without a fit before."""
     join_lightning()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with torch.no_grad():
-        plain = [Automatic().eval().loss(batch).item() for batch in loader("val", whole=True)]
+        plain = [Automatic().eval().loss(batch).item() for batch in loader("val", undivided=True)]
     for wrapper in WRAPPERS:
         for cls in (Automatic, Manual):
             module, data = cls().eval(), loader("val")
-            alone = [one.predict_step(batch, 0) for one in (cls().eval(),) for batch in data]
+            alone = [module.predict_step(batch, 0) for module in (cls().eval(),) for batch in data]
             trainer = make_trainer(StepStrategy(wrapper))
             (validated,) = trainer.validate(module, data, verbose=False)
             (tested,) = trainer.test(module, data, verbose=False)
             predicted = trainer.predict(module, data)
-            found[f"{wrapper}-{cls.__name__}"] = {
+            results[f"{wrapper}-{cls.__name__}"] = {
                 "losses": [validated["val_loss"], tested["test_loss"]],
                 "apart": (torch.cat(predicted) - torch.cat(alone)).abs().max().item(),
             }
-    return {"plain": sum(plain) / len(plain), **found}
+    return {"plain": sum(plain) / len(plain), **results}
 
 
 @pytest.mark.slow
@@ -57,15 +57,15 @@ def test_validate_test_and_predict() -> None:
     for rank in run_ranks(_evaluate, 2, timeout_s=120):
         plain = rank.pop("plain")
         assert len(rank) == 6
-        for found in rank.values():
-            assert found["losses"] == pytest.approx([plain, plain], abs=1e-5)
-            assert found["apart"] <= 1e-6
+        for result in rank.values():
+            assert result["losses"] == pytest.approx([plain, plain], abs=1e-5)
+            assert result["apart"] <= 1e-6
 
 
 def _compiled() -> dict[str, Any]:
     join_lightning()
     torch.compiler.reset()
-    found: dict[str, Any] = {}
+    distances: dict[str, Any] = {}
     trainer = make_trainer("ddp")
     trainer.fit(Automatic(), loader())
     plain = whole_weights(trainer)
@@ -74,13 +74,13 @@ def _compiled() -> dict[str, Any]:
         module.net.compile(backend="eager")
         trainer = make_trainer(StepStrategy(wrapper))
         trainer.fit(module, loader(), loader("val"))
-        found[f"{wrapper}, net"] = apart(whole_weights(trainer), plain)
-        whole = Automatic()
-        whole.log = _log_nothing  # type: ignore[method-assign]
+        distances[f"{wrapper}, net"] = apart(whole_weights(trainer), plain)
+        model = Automatic()
+        model.log = _log_nothing  # type: ignore[method-assign]
         trainer = make_trainer(StepStrategy(wrapper), limit_val_batches=0)
-        trainer.fit(torch.compile(whole, backend="eager"), loader())  # type: ignore[arg-type]
-        found[f"{wrapper}, module"] = apart(whole_weights(trainer), plain)
-    return found
+        trainer.fit(torch.compile(model, backend="eager"), loader())  # type: ignore[arg-type]
+        distances[f"{wrapper}, module"] = apart(whole_weights(trainer), plain)
+    return distances
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
@@ -120,7 +120,7 @@ def test_the_spawn_launcher(wrapper: str, tmp_path: Path) -> None:
     # The trained weights are returned to this process.
     after = weights(module)
     assert apart(before, after) > 1e-3
-    assert all(type(one) is torch.Tensor for one in after.values())
+    assert all(type(value) is torch.Tensor for value in after.values())
 
 
 _EXAMPLE = f"""
@@ -153,7 +153,7 @@ def test_the_example_by_the_subprocess_launcher(
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
     lines = run_script(_EXAMPLE, tmp_path).splitlines()
     accuracies = [
-        float("".join(one for one in line if one in "0123456789."))
+        float("".join(character for character in line if character in "0123456789."))
         for line in lines
         if "test_accuracy" in line
     ]
@@ -171,7 +171,7 @@ def _one_device() -> dict[str, float]:
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(images), labels).backward()
         optimizer.step()
-    found = {}
+    distances = {}
     # Skip wrappers with custom steps, which other tests in this process have registered.
     ours = [
         name for name in MODEL_WRAPPERS.names() if not has_custom_step(MODEL_WRAPPERS.get(name))
@@ -180,17 +180,17 @@ def _one_device() -> dict[str, float]:
         module = Automatic(sgd=True)
         options: dict[str, Any] = {"use_distributed_sampler": False, "limit_val_batches": 0}
         trainer = make_trainer(StepStrategy(name), devices=1, **options)
-        trainer.fit(module, loader(whole=True))
-        reached = {key.removeprefix("net."): one for key, one in whole_weights(trainer).items()}
-        found[name] = apart(reached, weights(net))
-    return found
+        trainer.fit(module, loader(undivided=True))
+        reached = {key.removeprefix("net."): value for key, value in whole_weights(trainer).items()}
+        distances[name] = apart(reached, weights(net))
+    return distances
 
 
 def test_every_registered_wrapper_trains_on_one_device() -> None:
     # Without a group, which Lightning creates.
-    (found,) = run_ranks(_one_device, 1, init=False)
-    assert {"ddp", "fsdp", "separate", "single", "dp", "auto"} <= set(found)
-    assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=1e-6)
+    (distances,) = run_ranks(_one_device, 1, init=False)
+    assert {"ddp", "fsdp", "separate", "single", "dp", "auto"} <= set(distances)
+    assert distances == pytest.approx(dict.fromkeys(distances, 0.0), abs=1e-6)
 
 
 class Stopping(Automatic):
@@ -209,18 +209,18 @@ class Stopping(Automatic):
 
 def _failing() -> dict[str, Any]:
     join_lightning()
-    found = {}
+    results = {}
     for wrapper in WRAPPERS:
         module = Stopping()
         trainer = make_trainer(StepStrategy(wrapper))
         with pytest.raises(ValueError, match="on purpose"):
             trainer.fit(module, loader())
-        children = [type(one).__name__ for one in module.children()]
+        children = [type(child).__name__ for child in module.children()]
         before = whole_weights(trainer)
         again = trainer if wrapper == "fsdp" else make_trainer(StepStrategy(wrapper))
         again.fit(module, loader())
-        found[wrapper] = (children, apart(before, whole_weights(again)))
-    return found
+        results[wrapper] = (children, apart(before, whole_weights(again)))
+    return results
 
 
 def test_an_error_of_a_step_is_reported_and_the_module_can_be_trained_again() -> None:

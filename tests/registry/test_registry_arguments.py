@@ -30,8 +30,8 @@ def strict(cls: Any) -> Any:
 
     @wraps(init)
     def any_name(self: Any, *args: Any, **kwargs: Any) -> None:
-        known = {name: kwargs.pop(name) for name in ("width",) if name in kwargs}
-        init(self, *args, **known)
+        options = {name: kwargs.pop(name) for name in ("width",) if name in kwargs}
+        init(self, *args, **options)
         vars(self).update(kwargs)
 
     cls.__init__ = any_name
@@ -86,7 +86,7 @@ class Weighted:
 
 
 def problems(cfg: dict[str, Any], registry: Registry = PARTS) -> list[str]:
-    return [f"{one.key}: {one.what}" for one in check_component(cfg, registry, "part")]
+    return [f"{problem.key}: {problem.what}" for problem in check_component(cfg, registry, "part")]
 
 
 @pytest.mark.parametrize("name", ["Strict", "Fields", "make"])
@@ -121,14 +121,14 @@ def test_lists_of_numbers_become_tensors() -> None:
     assert loss.weight.tolist() == [1.0, 1.0, 2.0]
     assert loss.weight.dtype == torch.float32
     outputs, targets = torch.eye(3), torch.arange(3)
-    wanted = nn.CrossEntropyLoss(torch.tensor([1.0, 1.0, 2.0]))(outputs, targets)
-    assert torch.equal(loss(outputs, targets), wanted)
+    expected = nn.CrossEntropyLoss(torch.tensor([1.0, 1.0, 2.0]))(outputs, targets)
+    assert torch.equal(loss(outputs, targets), expected)
     cfg = {"type": "Weighted", "bounds": [[0, 1], [2.5, 3]], "steps": [1, 2], "inner": [1, 2]}
     built = build_tree(cfg, PARTS)
     assert built.bounds.tolist() == [[0.0, 1.0], [2.5, 3.0]]
     assert built.steps == built.inner == [1, 2]
-    given = torch.ones(2, dtype=torch.float64)
-    assert build_tree({"type": "Weighted", "weight": given}, PARTS).weight is given
+    weight = torch.ones(2, dtype=torch.float64)
+    assert build_tree({"type": "Weighted", "weight": weight}, PARTS).weight is weight
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_lists_of_numbers_become_tensors() -> None:
 def test_values_that_cannot_become_a_tensor_are_refused(weight: Any, got: str) -> None:
     cfg = {"type": "SupervisedModel", "net": {"type": "Identity"}}
     cfg["loss"] = {"type": "CrossEntropyLoss", "weight": weight}
-    wanted = f"must be a list of numbers or null, got {got} (CrossEntropyLoss)"
-    assert problems(cfg, MODELS) == [f"part.loss.weight: {wanted}"]
+    message = f"must be a list of numbers or null, got {got} (CrossEntropyLoss)"
+    assert problems(cfg, MODELS) == [f"part.loss.weight: {message}"]
 
 
 def key_of_failure(cfg: dict[str, Any], registry: Registry = PARTS) -> tuple[str, BaseException]:
@@ -147,8 +147,8 @@ def key_of_failure(cfg: dict[str, Any], registry: Registry = PARTS) -> tuple[str
     return key_noted_on(caught.value), caught.value
 
 
-def nested(part: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "Weighted", "inner": {"list": [None, part]}}
+def nested(entry: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Weighted", "inner": {"list": [None, entry]}}
 
 
 def test_an_error_knows_its_key() -> None:

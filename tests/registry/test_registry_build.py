@@ -139,18 +139,18 @@ def test_trees_are_built_inside_out() -> None:
 
 
 def test_nested_types_fall_back_to_models(parts: Registry) -> None:
-    part = build_tree({"type": "Part", "width": 1, "inner": [{"a": {"type": "ReLU"}}, 3]}, parts)
-    assert isinstance(part.inner[0]["a"], nn.ReLU)
-    assert part.inner[1] == 3
+    built = build_tree({"type": "Part", "width": 1, "inner": [{"a": {"type": "ReLU"}}, 3]}, parts)
+    assert isinstance(built.inner[0]["a"], nn.ReLU)
+    assert built.inner[1] == 3
 
 
 def test_references_and_raw_dicts(parts: Registry) -> None:
     raw = {"_raw_": True, "type": "Part", "x": 1}
-    part = build_tree({"type": "Part", "width": {"_ref_": "math.pi"}, "inner": raw}, parts)
-    assert part.inner == {"type": "Part", "x": 1}
-    assert part.width == pytest.approx(3.14159, abs=1e-5)
-    part = build_tree({"type": "Part", "width": 1, "inner": {"_ref_": "ReLU"}}, parts)
-    assert part.inner is nn.ReLU
+    built = build_tree({"type": "Part", "width": {"_ref_": "math.pi"}, "inner": raw}, parts)
+    assert built.inner == {"type": "Part", "x": 1}
+    assert built.width == pytest.approx(3.14159, abs=1e-5)
+    built = build_tree({"type": "Part", "width": 1, "inner": {"_ref_": "ReLU"}}, parts)
+    assert built.inner is nn.ReLU
 
 
 def test_nested_schedulers_get_the_optimizer() -> None:
@@ -203,7 +203,7 @@ def test_names_close_to_passed_through_arguments_are_reported() -> None:
 def test_a_list_of_models_is_a_sequential() -> None:
     layers = [{"type": "Linear", "in_features": 2, "out_features": 3}, {"type": "ReLU"}]
     built = MODELS.build(layers)
-    assert [type(part).__name__ for part in built] == ["Linear", "ReLU"]
+    assert [type(layer).__name__ for layer in built] == ["Linear", "ReLU"]
     assert built(torch.ones(1, 2)).shape == (1, 3)
     assert build_model_from_cfg(layers[1], MODELS)(torch.tensor(-1.0)) == 0
 
@@ -272,8 +272,8 @@ def test_an_argument_is_supplied_if_it_is_accepted() -> None:
     built = build_tree(filled, MODELS)
     assert built.table == {"type": Team}
     assert built.part.process_group is group
-    first, second, third = built.part.parts
-    assert first.process_group == 3
+    team, second, third = built.part.parts
+    assert team.process_group == 3
     assert second["deep"].process_group is group
     assert third == {"type": Team}
 

@@ -241,9 +241,9 @@ NAMED = [
 def test_of_a_long_value_only_the_beginning_is_repeated(good: str, key: str, value: str) -> None:
     value = f"[{value}]" if key == "name" and "$" not in value else value
     override = f"override {key}={value}"
-    origin, what = problem(good, f"{key}={value}").split(f": {key}: ")
+    origin, message = problem(good, f"{key}={value}").split(f": {key}: ")
     assert origin == f"{override[:297]}..."
-    repeated = [len(run) for run in re.findall("x{8,}", what)]
+    repeated = [len(run) for run in re.findall("x{8,}", message)]
     assert repeated
     assert max(repeated) <= 80
 
@@ -259,9 +259,9 @@ def test_of_a_long_value_only_the_beginning_is_repeated(good: str, key: str, val
 def test_of_a_long_key_only_the_beginning_is_repeated(good: str, section: str) -> None:
     override = f"override {section}{LONG}=1"
     key = f"{section}{LONG}"[:297]
-    origin, what = problem(good, f"{section}{LONG}=1").split(f": {key}...: ")
+    origin, message = problem(good, f"{section}{LONG}=1").split(f": {key}...: ")
     assert origin == f"{override[:297]}..."
-    assert "x" * 81 not in what
+    assert "x" * 81 not in message
 
 
 MISSPELT = {
@@ -278,12 +278,12 @@ MISSPELT = {
 }
 
 
-@pytest.mark.parametrize("right", MISSPELT)
-def test_a_misspelt_key_is_not_reported_as_missing_too(write: Write, right: str) -> None:
+@pytest.mark.parametrize("correct", MISSPELT)
+def test_a_misspelt_key_is_not_reported_as_missing_too(write: Write, correct: str) -> None:
     write("nets.py", MODULE)
     text = GOOD.replace("train: {type", "val: {type: ValLoop}\ntrain: {type")
-    wrong = MISSPELT[right]
-    write("a.yaml", text.replace(right, wrong, 1))
+    wrong = MISSPELT[correct]
+    write("a.yaml", text.replace(correct, wrong, 1))
     (only,) = problems("a.yaml")
     assert "no such" in only
     assert "did you mean" in only
@@ -350,27 +350,33 @@ def test_the_config_with_all_types_is_right(write: Write) -> None:
 @pytest.mark.parametrize("at", range(TYPED.count("type: ")))
 @pytest.mark.parametrize("wrong", ["typezq", "Type", "tpye"])
 def test_a_misspelt_type_is_named_at_its_line(write: Write, at: int, wrong: str) -> None:
-    pieces = TYPED.split("type: ")
-    text = f"{'type: '.join(pieces[: at + 1])}{wrong}: {'type: '.join(pieces[at + 1 :])}"
+    segments = TYPED.split("type: ")
+    text = f"{'type: '.join(segments[: at + 1])}{wrong}: {'type: '.join(segments[at + 1 :])}"
     write("nets.py", MODULE + LOADER_AND_STEP)
     write("a.yaml", text)
     line = text[: text.index(f"{wrong}:")].count("\n") + 1
-    found = problems("a.yaml")
+    messages = problems("a.yaml")
     assert [
-        one for one in found if f".{wrong}: there is no such setting; did you mean type?" in one
+        message
+        for message in messages
+        if f".{wrong}: there is no such setting; did you mean type?" in message
     ]
-    assert all(one.startswith(f"a.yaml:{line}: ") for one in found)
+    assert all(message.startswith(f"a.yaml:{line}: ") for message in messages)
 
 
 def test_a_key_similar_to_type_does_not_count_as_type(write: Write) -> None:
     write("a.yaml", "model: {dtype: float32}\n")
-    assert any("model: needs a type" in one for one in problems("a.yaml"))
+    assert any("model: needs a type" in message for message in problems("a.yaml"))
 
 
 def test_mistakes_that_need_no_class_are_found_without_the_classes(good: str, write: Write) -> None:
     wrong = ["optimizer.lrr=1", "seed=x", "model.net.type=Nett", "imports=[nets, netts]"]
-    found = name_problems(load_config(good, [*wrong, "hooks.checkpoint.keep_best=lost"]))
-    assert [one.key for one in found] == ["imports.1", "hooks.checkpoint.keep_best", "seed"]
+    found_problems = name_problems(load_config(good, [*wrong, "hooks.checkpoint.keep_best=lost"]))
+    assert [problem.key for problem in found_problems] == [
+        "imports.1",
+        "hooks.checkpoint.keep_best",
+        "seed",
+    ]
     assert "nets" not in sys.modules
 
 
@@ -387,18 +393,18 @@ def test_a_failing_module_is_reported_first_with_the_users_line(good: str, write
     text = "".join(traceback.format_exception(caught.value))
     assert 'own_parts.py", line 2, in make' in text
     wrong = ["hooks.mine.type=Mine", "imports=[nets, own_hooks]"]
-    first, second = problems(good, *wrong)
-    assert first.endswith(f"imports.1: own_hooks failed to import: {failed}")
+    message, second = problems(good, *wrong)
+    assert message.endswith(f"imports.1: own_hooks failed to import: {failed}")
     assert "hooks.mine.type: Mine is not in the stepwrap::HOOKS registry" in second
 
 
 def test_a_syntax_error_in_a_module_is_reported_with_its_line(good: str, write: Write) -> None:
     write("nets.py", "x = 1\ndef f(:\n")
-    first = problems(good)[0]
+    actual = problems(good)[0]
     message = (
         "good.yaml:1: imports.0: nets failed to import: SyntaxError: invalid syntax (nets.py:2)"
     )
-    assert first == message
+    assert actual == message
 
 
 def test_a_class_that_was_not_imported_is_located(good: str) -> None:

@@ -21,7 +21,7 @@ def mistakes(text: str) -> list[tuple[str, str]]:
     """Return the key path and the message of each mistake."""
     # Editors read 1e-3 as a number, as YAML 1.2 and stepwrap do; PyYAML does not.
     found = VALID.iter_errors(parse(text, "")[0])
-    return [(".".join(map(str, one.path)), one.message) for one in found]
+    return [(".".join(map(str, error.path)), error.message) for error in found]
 
 
 def test_the_command_prints_a_valid_schema(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,9 +39,11 @@ def test_shipped_configs_are_valid(file: Path) -> None:
 def test_configs_in_the_documentation_are_valid() -> None:
     blocks = []
     for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
-        found = re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        yaml_blocks = re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
         blocks += [
-            block for block in found if re.search(r"^(model|data|hooks):", block, re.MULTILINE)
+            block
+            for block in yaml_blocks
+            if re.search(r"^(model|data|hooks):", block, re.MULTILINE)
         ]
     assert len(blocks) > 5
     assert [(block, wrong) for block in blocks if (wrong := mistakes(block))] == []
@@ -79,8 +81,8 @@ def test_configs_in_the_documentation_are_valid() -> None:
     ],
 )
 def test_mistakes_are_found(text: str, key: str, words: str) -> None:
-    [(found, message)] = mistakes(text)
-    assert found == key
+    [(path, message)] = mistakes(text)
+    assert path == key
     assert words in message
 
 
@@ -109,7 +111,9 @@ def test_parts_of_configs_are_accepted(text: str) -> None:
 def test_editors_are_offered_names_and_descriptions() -> None:
     schema: dict[str, Any] = config_schema()
     names = schema["$defs"]["OPTIMIZERS"]["properties"]["type"]["anyOf"][0]["enum"]
-    assert {one.name for one in list_registrations("OPTIMIZERS")["OPTIMIZERS"]} <= {*names}
+    assert {
+        registration.name for registration in list_registrations("OPTIMIZERS")["OPTIMIZERS"]
+    } <= {*names}
     arguments = schema["properties"]["hooks"]["properties"]["early_stop"]["anyOf"][1]["properties"]
     assert arguments["patience"]["description"].startswith("patience: int. the number of")
     batch_size = schema["properties"]["data"]["then"]["properties"]["train"]["then"]

@@ -97,9 +97,9 @@ def test_repr_is_a_table_of_the_registered_names() -> None:
     registry = Registry("things")
     registry.register_module(name="Other", module=Other)
     registry.register_module(name="[bold]", module=Thing)
-    title, *_, first, second, _ = repr(registry).splitlines()
+    title, *_, row, second, _ = repr(registry).splitlines()
     assert title.strip() == "Registry of things"
-    assert [cell.strip() for cell in first.split("│")[1:3]] == ["Other", str(Other)]
+    assert [cell.strip() for cell in row.split("│")[1:3]] == ["Other", str(Other)]
     assert [cell.strip() for cell in second.split("│")[1:3]] == ["[bold]", str(Thing)]
 
 
@@ -220,10 +220,10 @@ def test_import_paths_and_namespaces() -> None:
 
 
 def test_documented_names_are_aliases() -> None:
-    wanted = MODEL_WRAPPERS.get("StepDistributedDataParallel")
-    assert wanted is not None
-    assert MODEL_WRAPPERS.get("MMDistributedDataParallel") is wanted
-    assert MODEL_WRAPPERS.get("ddp") is wanted
+    wrapper = MODEL_WRAPPERS.get("StepDistributedDataParallel")
+    assert wrapper is not None
+    assert MODEL_WRAPPERS.get("MMDistributedDataParallel") is wrapper
+    assert MODEL_WRAPPERS.get("ddp") is wrapper
 
 
 def test_registered_names_come_before_namespaces() -> None:
@@ -301,18 +301,18 @@ def test_a_definition_that_was_never_imported_is_found(write: Write) -> None:
     write("env2/pyvenv.cfg", "")
     write("env2/models.py", decorated)
     write("odd.py", "class Seen(:\n")
-    seen, plain = miss(MODELS, "Seen"), miss(MODELS, "other.Plain")
+    unseen, plain = miss(MODELS, "Seen"), miss(MODELS, "other.Plain")
     where = str(Path("zoo/models.py"))
-    assert seen.endswith(
+    assert unseen.endswith(
         f"class Seen is defined in {where}:3 but was never imported: add zoo.models to imports"
     )
     assert plain.endswith(f"in {where}:5 but was never imported: write type: zoo.models.Plain")
 
 
 def test_few_definitions_are_proposed_and_each_can_be_imported(write: Write) -> None:
-    places = ["my-zoo/a.py", "2.py", "json/a.py", "torch/a.py", "torch.py", "a/b/c/d/far.py"]
+    paths = ["my-zoo/a.py", "2.py", "json/a.py", "torch/a.py", "torch.py", "a/b/c/d/far.py"]
     importable = ["near_1", "near_2.a", "near_2.b", "near_3.a"]
-    for path in (*places, *(f"{name.replace('.', '/')}.py" for name in importable)):
+    for path in (*paths, *(f"{name.replace('.', '/')}.py" for name in importable)):
         write(path, "class Lion:\n    pass\n")
     text = miss(MODELS, "Lion")
     proposed = re.findall(r"write type: ([\w.]+)", text)

@@ -181,7 +181,7 @@ def test_the_tree_is_counted_from_any_member(
 ) -> None:
     caplog.set_level(logging.INFO)
     counted = traverse_registry_tree(family.small)
-    assert [(one["scope"], one["num_modules"]) for one in counted] == [
+    assert [(count["scope"], count["num_modules"]) for count in counted] == [
         ("root", 1),
         ("det", 1),
         ("small", 1),
@@ -233,7 +233,7 @@ def test_models_of_mmengines_config_files_are_built(write: Write, mmengine_confi
     assert built.weight.shape == (4, 2)
     assert built.bias is None
     layers = mmengine_config.ConfigDict(layers=[{"type": "ReLU"}, {"type": "Tanh"}]).layers
-    assert [type(one).__name__ for one in MODELS.build(layers)] == ["ReLU", "Tanh"]
+    assert [type(layer).__name__ for layer in MODELS.build(layers)] == ["ReLU", "Tanh"]
 
 
 def test_types_that_a_config_imports_lazily_are_the_classes(

@@ -63,18 +63,18 @@ def mutated(draw: st.DrawFn) -> dict[str, Any]:
     for _ in range(draw(st.integers(1, 3))):
         *above, key = draw(st.sampled_from([*paths(tree)] or [("name",)]))
         section = tree
-        for one in above:
-            section = section[one]
+        for key in above:
+            section = section[key]
         kind = draw(st.sampled_from(["drop", "rename", "value", "deep"]))
         value = section.pop(key) if key in section or isinstance(section, list) else None
         if kind == "deep":
             for _ in range(draw(st.sampled_from([48, 60, 120]))):
                 value = {"a": value}
-        new = draw(VALUES) if kind == "value" else value
+        inserted = draw(VALUES) if kind == "value" else value
         if isinstance(section, list):
-            section.insert(key, new)
+            section.insert(key, inserted)
         elif kind != "drop":
-            section[draw(NAMES) if kind == "rename" else key] = new
+            section[draw(NAMES) if kind == "rename" else key] = inserted
     return tree
 
 
@@ -120,18 +120,18 @@ def damaged(text: str, chance: random.Random) -> str:
     for _ in range(chance.randint(1, 2)):
         at, other = chance.randrange(len(lines)), chance.randrange(len(lines))
         line, to = lines[at], chance.randint(0, len(lines[at]))
-        piece = chance.choice(PIECES)
+        snippet = chance.choice(PIECES)
         lines[at] = chance.choice(
             [
                 lines[other],
-                line[:to] + piece + line[to:],
+                line[:to] + snippet + line[to:],
                 line[:to] + line[to + 1 :],
                 line[:to],
                 " " * chance.randint(0, 6) + line.lstrip(),
-                f"{line}\n{' ' * (len(line) - len(line.lstrip()))}{piece}",
-                f"{line.partition(': ')[0]}: {piece}",
+                f"{line}\n{' ' * (len(line) - len(line.lstrip()))}{snippet}",
+                f"{line.partition(': ')[0]}: {snippet}",
                 f"{line.partition(': ')[0]}: {chance.choice(NEW_VALUES)}",
-                line.replace("{", f"{{{piece}, "),
+                line.replace("{", f"{{{snippet}, "),
                 f"{line}\n{chance.choice(chance.choice(SHIPPED).splitlines())}",
             ]
         )
@@ -156,7 +156,7 @@ def check(config: Config, folder: Path) -> None:
 
 def fuzz(numbers: range, folder: Path) -> int:
     """Return how many damaged configs could still be read."""
-    read = 0
+    num_read = 0
     for number in numbers:
         chance = random.Random(number)
         path = folder / "a.yaml"
@@ -164,13 +164,13 @@ def fuzz(numbers: range, folder: Path) -> int:
         try:
             config = load_config(path)
             check(config, folder)
-            read += 1
+            num_read += 1
             check(load_config(path, [override(config, chance)]), folder)
         except ConfigError:
             continue
         except Exception as error:
             raise AssertionError(f"config {number}: {error!r}") from error
-    return read
+    return num_read
 
 
 @pytest.mark.parametrize("numbers", [range(100), *slow(range(100, 3000))], ids=str)
@@ -206,9 +206,9 @@ def test_invalid_yaml_is_reported_with_its_line(write: Write, text: str, said: s
     assert len(str(caught.value)) < 500
 
 
-def bomb(first: str, line: str, copy: str) -> str:
+def bomb(head: str, line: str, copy: str) -> str:
     """Return YAML that has 10 ** 9 values once all its copies are expanded."""
-    lines = [first]
+    lines = [head]
     for at in range(1, 9):
         lines.append(line.format(at=at, copies=", ".join([copy.format(at=at - 1)] * 10)))
     return "\n".join(lines)

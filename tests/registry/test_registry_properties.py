@@ -57,7 +57,7 @@ def has_distinct_keys(tree: Any) -> bool:
     if isinstance(tree, dict):
         inner = all(has_distinct_keys(value) for value in tree.values())
         return inner and len({str(key) for key in tree}) == len(tree) and "_base_" not in tree
-    return not isinstance(tree, list) or all(has_distinct_keys(item) for item in tree)
+    return not isinstance(tree, list) or all(has_distinct_keys(entry) for entry in tree)
 
 
 @shared_folder

@@ -36,17 +36,17 @@ def test_listing_imports_no_torch() -> None:
 def misfits(name: str) -> dict[str, set[str]]:
     """Return the names that a registry lists but cannot look up, and the reverse."""
     entries = list_registrations(name)[name]
-    listed = {known for entry in entries for known in (entry.name, *entry.aliases)}
-    unknown = {known for known in listed if REGISTRIES[name].get(known) is None}
+    listed = {name for entry in entries for name in (entry.name, *entry.aliases)}
+    unknown = {name for name in listed if REGISTRIES[name].get(name) is None}
     # Names that a module imports from elsewhere in its package need not be listed; names that
     # other modules have registered since cannot be listed.
     homes = ("torch", "stepwrap.wrappers", "stepwrap.loops", "stepwrap.collectives")
-    others = {
-        known
-        for known in set(REGISTRIES[name].names()) - listed
-        if REGISTRIES[name].get(known).__module__.startswith(homes)
+    unlisted = {
+        name
+        for name in set(REGISTRIES[name].names()) - listed
+        if REGISTRIES[name].get(name).__module__.startswith(homes)
     }
-    return {"listed only": unknown, "looked up only": others}
+    return {"listed only": unknown, "looked up only": unlisted}
 
 
 @covered
@@ -91,9 +91,12 @@ def test_writing_the_table_keeps_releases_with_equal_classes(table: Path) -> Non
 
 
 def test_exactly_the_listed_names_can_be_looked_up() -> None:
-    found = {name: misfits(name) for name in REGISTRIES}
+    misfits_by_registry = {name: misfits(name) for name in REGISTRIES}
     assert not [
-        (name, kind, names) for name in found for kind, names in found[name].items() if names
+        (name, kind, names)
+        for name in misfits_by_registry
+        for kind, names in misfits_by_registry[name].items()
+        if names
     ]
 
 

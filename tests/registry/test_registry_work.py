@@ -16,7 +16,7 @@ def test_hints_for_many_wrong_interpolations_are_few(tmp_path: Path) -> None:
         load_config(file)
     problems = [str(problem) for problem in caught.value.problems]
     assert len(problems) == 60
-    assert ["did you mean" in one for one in problems] == [True] * 20 + [False] * 40
+    assert ["did you mean" in message for message in problems] == [True] * 20 + [False] * 40
 
 
 def test_the_check_of_a_class_asks_for_its_signature_a_fixed_number_of_times() -> None:
@@ -30,11 +30,11 @@ def test_the_check_of_a_class_asks_for_its_signature_a_fixed_number_of_times() -
 
     make("Small", 2)
     make("Large", 50)
-    asked = [
+    counts = [
         calls_of("signature_of", lambda name=name: check_component({"type": name}, registry, "at"))
         for name in ("Small", "Large")
     ]
-    assert asked[0] == asked[1]
+    assert counts[0] == counts[1]
 
 
 def test_a_scope_is_found_in_one_walk_over_the_family() -> None:

@@ -56,49 +56,53 @@ def make_server(group: RpcGroup, **options: Any) -> PushPullGradServerImpl:
 
 
 def accessor(group: RpcGroup) -> PushPullGradServer:
-    found = group.get_paired("server").to_here()
-    assert isinstance(found, PushPullGradServer)
-    return found
+    server = group.get_paired("server").to_here()
+    assert isinstance(server, PushPullGradServer)
+    return server
 
 
 def wait_for_version(server: PushPullGradServer, version: int) -> torch.Tensor:
     while True:
-        found = server.o_server.pull(server.model_name)
-        if found is not None and found[1] >= version:
-            return found[0]["weight"].clone()
+        answer = server.o_server.pull(server.model_name)
+        if answer is not None and answer[1] >= version:
+            return answer[0]["weight"].clone()
 
 
 def _twelve_pushes(world: World, group: RpcGroup) -> Any:
     server = make_server(group, secondary_reducers=["w1"])
     server.start()
-    seen: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if group.get_cur_name() == "w2":
         model = one_weight()
         client = accessor(group)
-        first = client.push(unit_gradients(model))
+        is_accepted = client.push(unit_gradients(model))
         for _ in range(11):
             client.push(unit_gradients(model))
-        seen["published"] = wait_for_version(client, 3).item()
+        results["published"] = wait_for_version(client, 3).item()
         unit_gradients(model)
-        seen |= {"first": first, "pulled": client.pull(model), "weight": model.weight.item()}
-        seen["grad"] = model.weight.grad.tolist()
-        seen["attributes"] = sorted(set(vars(model)) - set(vars(one_weight())))
+        results |= {
+            "first": is_accepted,
+            "pulled": client.pull(model),
+            "weight": model.weight.item(),
+        }
+        results["grad"] = model.weight.grad.tolist()
+        results["attributes"] = sorted(set(vars(model)) - set(vars(one_weight())))
     group.barrier()
     server.watch()
     server.stop()
     server.stop()
-    seen |= {"dropped": server.dropped, "pending": server.pending}
-    return seen
+    results |= {"dropped": server.dropped, "pending": server.pending}
+    return results
 
 
 @pytest.mark.slow
 def test_twelve_pushes_are_three_steps() -> None:
     """Two levels with batches of two make a step of four pushes; an earlier pull returns False."""
-    seen = in_group(_twelve_pushes, 3)
+    results = in_group(_twelve_pushes, 3)
     expected = {"first": False, "pulled": True, "grad": [[0.0]], "attributes": []}
-    assert expected.items() <= seen[2].items()
-    assert seen[2]["published"] == seen[2]["weight"] == pytest.approx(-0.2, abs=1e-12)
-    assert all((one["dropped"], one["pending"]) == (0, 0) for one in seen)
+    assert expected.items() <= results[2].items()
+    assert results[2]["published"] == results[2]["weight"] == pytest.approx(-0.2, abs=1e-12)
+    assert all((result["dropped"], result["pending"]) == (0, 0) for result in results)
 
 
 def _all_push(world: World, group: RpcGroup, method: str) -> Any:
@@ -124,51 +128,51 @@ def _all_push(world: World, group: RpcGroup, method: str) -> Any:
 @pytest.mark.parametrize("method", ["sum", "mean"])
 def test_every_member_reduces_and_pushes(method: str) -> None:
     """By default all members are secondary reducers; gradients in no step count as pending."""
-    seen = in_group(_all_push, 3, method)
+    results = in_group(_all_push, 3, method)
     scale = 0.1 if method == "sum" else 0.1 / 4
-    weight = seen[0][1]
+    weight = results[0][1]
     applied = round((1 - weight) / scale)
     assert weight == pytest.approx(1 - scale * applied, abs=1e-12)
     # A reducer may count a batch as pending that is already on its way.
     assert applied % 4 == 0
-    assert 60 - 2 * sum(one[0] for one in seen) <= applied <= 60
-    assert not any(one[2] or one[3] for one in seen)
+    assert 60 - 2 * sum(result[0] for result in results) <= applied <= 60
+    assert not any(result[2] or result[3] for result in results)
 
 
 def _refusals(world: World, group: RpcGroup) -> Any:
     server = make_server(group, secondary_reducers=["w1"])
     server.start()
-    seen: dict[str, Any] = {}
+    errors: dict[str, Any] = {}
     if group.get_cur_name() == "w2":
         client, model = accessor(group), one_weight()
-        seen["none"] = error_if_any(client.push, one_weight())
-        seen["shape"] = error_if_any(client.push, unit_gradients(nn.Linear(2, 1, bias=False)))
-        seen["extra"] = error_if_any(client.push, unit_gradients(nn.Linear(1, 1)))
-        seen["missing"] = error_if_any(client.push, nn.Identity())
+        errors["none"] = error_if_any(client.push, one_weight())
+        errors["shape"] = error_if_any(client.push, unit_gradients(nn.Linear(2, 1, bias=False)))
+        errors["extra"] = error_if_any(client.push, unit_gradients(nn.Linear(1, 1)))
+        errors["missing"] = error_if_any(client.push, nn.Identity())
         wrong = unit_gradients(nn.Linear(2, 1, bias=False))
         error_if_any(client.push, wrong)
-        seen["kept"] = wrong.weight.grad.tolist()
+        errors["kept"] = wrong.weight.grad.tolist()
         for _ in range(4):
             client.push(unit_gradients(model))
-        seen["weight"] = wait_for_version(client, 1).item()
+        errors["weight"] = wait_for_version(client, 1).item()
     group.barrier()
     server.watch()
     server.stop()
-    return seen
+    return errors
 
 
 def test_only_the_client_gets_the_errors_of_its_wrong_pushes() -> None:
-    seen = in_group(_refusals, 3)[2]
-    assert seen["none"] == (
+    errors = in_group(_refusals, 3)[2]
+    assert errors["none"] == (
         "RuntimeError",
         "Parameter weight doesn't have gradient to push!",
     )
-    assert seen["shape"][0] == seen["extra"][0] == seen["missing"][0] == "ValueError"
-    assert "'weight' has shape (1, 2) instead of (1, 1)" in seen["shape"][1]
-    assert "'bias' unexpected" in seen["extra"][1]
-    assert "'weight' missing" in seen["missing"][1]
-    assert seen["kept"] == [[1.0, 1.0]]
-    assert seen["weight"] == pytest.approx(0.6, abs=1e-12)
+    assert errors["shape"][0] == errors["extra"][0] == errors["missing"][0] == "ValueError"
+    assert "'weight' has shape (1, 2) instead of (1, 1)" in errors["shape"][1]
+    assert "'bias' unexpected" in errors["extra"][1]
+    assert "'weight' missing" in errors["missing"][1]
+    assert errors["kept"] == [[1.0, 1.0]]
+    assert errors["weight"] == pytest.approx(0.6, abs=1e-12)
 
 
 def _without_a_model(world: World, group: RpcGroup) -> Any:
@@ -176,19 +180,19 @@ def _without_a_model(world: World, group: RpcGroup) -> Any:
     server = PushPullGradServerImpl("server", group, **options)
     server.start()
     group.barrier()
-    name, seen = group.get_cur_name(), ""
-    own, other = one_weight(), nn.Linear(1, 1)
+    name, error = group.get_cur_name(), ""
+    model, other = one_weight(), nn.Linear(1, 1)
     client = accessor(group)
     if name == "w2":
-        client.push(unit_gradients(own))
+        client.push(unit_gradients(model))
     group.barrier()
     # The first push is in the sum, and the queue is empty.
     while name == "w1" and server._secondary.level.items:
         server.watch()
     group.barrier()
     if name == "w2":
-        seen = error_if_any(client.push, unit_gradients(other))
-        client.push(unit_gradients(own))
+        error = error_if_any(client.push, unit_gradients(other))
+        client.push(unit_gradients(model))
     while name == "w0" and server.pending < 2:
         server.watch()
     group.barrier()
@@ -200,23 +204,23 @@ def _without_a_model(world: World, group: RpcGroup) -> Any:
         server.watch()
     group.barrier()
     if name == "w2":
-        client.push(unit_gradients(own))
-        client.push(unit_gradients(own))
+        client.push(unit_gradients(model))
+        client.push(unit_gradients(model))
     while name == "w0" and server.pending:
         server.watch()
     group.barrier()
     server.watch()
     server.stop()
-    return seen, client.dropped, server.pending
+    return error, client.dropped, server.pending
 
 
 def test_without_a_model_pushes_must_fit_the_sum_in_progress() -> None:
-    seen = in_group(_without_a_model, 3)
+    results = in_group(_without_a_model, 3)
     text = (
         "gradients must fit the managed model (without one, the pushes before): 'bias' unexpected"
     )
-    assert seen[2][:2] == (("ValueError", text), 2)
-    assert [pending for *_, pending in seen] == [0, 0, 0]
+    assert results[2][:2] == (("ValueError", text), 2)
+    assert [pending for *_, pending in results] == [0, 0, 0]
 
 
 def _arguments(world: World, group: RpcGroup) -> Any:
@@ -233,12 +237,12 @@ def _arguments(world: World, group: RpcGroup) -> Any:
         {"secondary_reducers": ["w9"]},
         {"secondary_reducers": []},
     ]
-    seen = [error_if_any(make, "server", group, **options) for options in wrong]
-    first = make("server", group)
+    errors = [error_if_any(make, "server", group, **options) for options in wrong]
+    server = make("server", group)
     twice = error_if_any(make, "server", group)
     is_whole = group.is_registered(f"server/{group.get_cur_name()}/_push_service")
     group.barrier()
-    first.close()
+    server.close()
     second = make("server", group)
     model = one_weight()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -247,7 +251,7 @@ def _arguments(world: World, group: RpcGroup) -> Any:
     second.start()
     late = error_if_any(second.manage_model, model, optimizer)
     second.stop()
-    return seen, twice, is_whole, managed, late, getattr(model, "pp_version", None)
+    return errors, twice, is_whole, managed, late, getattr(model, "pp_version", None)
 
 
 def test_arguments_are_checked_before_services_are_registered() -> None:
@@ -260,7 +264,7 @@ def test_arguments_are_checked_before_services_are_registered() -> None:
         assert managed[0] == ("RuntimeError" if rank else "")
         assert late[0] == "RuntimeError"
         assert version == (None if rank else 0)
-    assert [one.value for one in ReduceType] == [0, 1]
+    assert [member.value for member in ReduceType] == [0, 1]
     assert (PushPullGradServerImpl.REDUCE_MASTER, PushPullGradServerImpl.REDUCE_SLAVE) == (0, 1)
 
 
@@ -268,22 +272,24 @@ def _full(world: World, group: RpcGroup, policy: str) -> Any:
     server = make_server(
         group, secondary_reducers=["w0"], on_full=policy, max_queue_size=4, reduce_batch_size=2
     )
-    seen: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if group.get_cur_name() == "w1":
         client, model = accessor(group), one_weight()
         # The reducers have not started, so the queue takes four: enough for one step.
-        seen["pushes"] = [error_if_any(client.push, unit_gradients(model, i))[0] for i in range(5)]
-        seen["dropped_here"] = client.dropped
+        results["pushes"] = [
+            error_if_any(client.push, unit_gradients(model, i))[0] for i in range(5)
+        ]
+        results["dropped_here"] = client.dropped
     group.barrier(timeout=30)
-    seen |= {"dropped": server.dropped, "pending": server.pending}
+    results |= {"dropped": server.dropped, "pending": server.pending}
     group.barrier(timeout=30)
     server.start()
     if group.get_cur_name() == "w1":
-        seen["weight"] = wait_for_version(client, 1).item()
-        seen["pushes"].append(error_if_any(client.push, unit_gradients(model))[0])
+        results["weight"] = wait_for_version(client, 1).item()
+        results["pushes"].append(error_if_any(client.push, unit_gradients(model))[0])
     group.barrier(timeout=30)
     server.stop()
-    return seen
+    return results
 
 
 @pytest.mark.parametrize("policy", ["block", "drop_oldest", "error"])
@@ -293,8 +299,8 @@ def test_full_queues(policy: str) -> None:
     is_dropping = policy == "drop_oldest"
     assert client["pushes"] == [*[""] * 4, "" if is_dropping else queue.Full.__name__, ""]
     assert primary["dropped"] == client["dropped_here"] == (1 if is_dropping else 0)
-    kept = 1 + 2 + 3 + 4 if is_dropping else 0 + 1 + 2 + 3
-    assert client["weight"] == pytest.approx(1 - 0.1 * kept, abs=1e-12)
+    total = 1 + 2 + 3 + 4 if is_dropping else 0 + 1 + 2 + 3
+    assert client["weight"] == pytest.approx(1 - 0.1 * total, abs=1e-12)
 
 
 def _failing_step(world: World, group: RpcGroup) -> Any:
@@ -305,7 +311,7 @@ def _failing_step(world: World, group: RpcGroup) -> Any:
         server.manage_model(model, optimizer)
     server.start()
     group.barrier()
-    seen: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if group.get_cur_name() == "w2":
         client, model = accessor(group), one_weight()
         for _ in range(4):
@@ -313,11 +319,11 @@ def _failing_step(world: World, group: RpcGroup) -> Any:
         errors = [("", "")]
         while not errors[-1][0]:
             errors.append(error_if_any(client.push, unit_gradients(model)))
-        seen["error"] = errors[-1]
-        seen["next"] = error_if_any(client.push, unit_gradients(model))
+        results["error"] = errors[-1]
+        results["next"] = error_if_any(client.push, unit_gradients(model))
     group.barrier()
-    seen["watch"] = error_if_any(server.watch)
-    seen["dropped"] = server.dropped
+    results["watch"] = error_if_any(server.watch)
+    results["dropped"] = server.dropped
     if group.get_cur_name() == "w0":
         optimizer.is_failing = False
         server.stop()
@@ -329,10 +335,10 @@ def _failing_step(world: World, group: RpcGroup) -> Any:
             client.push(unit_gradients(model))
         # Gradients that were acknowledged before the error are kept and applied now.
         steps = (len(errors) - 2 + 4) // 4
-        seen["steps"], seen["weight"] = steps, wait_for_version(client, steps).item()
+        results["steps"], results["weight"] = steps, wait_for_version(client, steps).item()
     group.barrier()
     server.stop()
-    return seen
+    return results
 
 
 class _Failing(torch.optim.SGD):
@@ -355,7 +361,7 @@ def test_a_failed_step_raises_everywhere_and_training_can_continue() -> None:
     assert client["weight"] == pytest.approx(1 - 0.4 * client["steps"], abs=1e-12)
 
 
-def _reduce_and_close(group: RpcGroup, first: str) -> Any:
+def _reduce_and_close(group: RpcGroup, closing: str) -> Any:
     """Be a reducer of 12 pushes that fill all queues, because the primary starts later."""
     name, model = group.get_cur_name(), one_weight()
     server = PushPullGradServerImpl(
@@ -368,36 +374,36 @@ def _reduce_and_close(group: RpcGroup, first: str) -> Any:
     group.barrier()
     group.barrier()
     server.start()
-    if first not in (name, "both"):
+    if closing not in (name, "both"):
         group.barrier()
     server.close()
-    if first == name:
+    if closing == name:
         group.barrier()
     server.watch()
     return server.pending, server.dropped, model.weight.item()
 
 
 def _close_in_every_order(world: World, group: RpcGroup) -> list[Any]:
-    seen = []
-    for first in ("w0", "w1", "both"):
+    answers = []
+    for closing in ("w0", "w1", "both"):
         if group.get_cur_name() != "w2":
-            seen.append(_reduce_and_close(group, first))
+            answers.append(_reduce_and_close(group, closing))
         else:
             group.barrier()
             client = accessor(group)
             for _ in range(12):
                 client.push(unit_gradients(one_weight()))
             group.barrier()
-            if first != "both":
+            if closing != "both":
                 group.barrier()
         group.barrier()
-    return seen
+    return answers
 
 
 def test_close_uses_the_pushes_that_fill_batches() -> None:
     primary, secondary, _ = in_group(_close_in_every_order, 3)
     assert primary == [(0, 0, pytest.approx(-0.2, abs=1e-12))] * 3
-    assert [one[:2] for one in secondary] == [(0, 0)] * 3
+    assert [result[:2] for result in secondary] == [(0, 0)] * 3
 
 
 class _Waiting(torch.optim.SGD):
@@ -513,8 +519,8 @@ def _refused_publish(world: World, group: RpcGroup) -> Any:
 
 def test_refused_publish_schedule_and_frozen_parameters() -> None:
     """A refused version is offered again; each step of the optimizer halves the rate."""
-    seen, version, weight, steps = in_group(_refused_publish, 3)[0]
-    assert seen == [(1, 0), (2, 1), (2, 1)]
+    states, version, weight, steps = in_group(_refused_publish, 3)[0]
+    assert states == [(1, 0), (2, 1), (2, 1)]
     assert version == 2
     assert steps == 3
     assert weight == pytest.approx(1 - 4 * (1 + 0.5 + 0.25), abs=1e-12)

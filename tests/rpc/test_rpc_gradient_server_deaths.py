@@ -54,8 +54,8 @@ def note(path: Path) -> None:
 
 
 def applied(client: PushPullGradServer) -> torch.Tensor:
-    found = client.o_server.pull("model")
-    return torch.zeros(8, dtype=torch.float64) if found is None else found[0]["counts"]
+    answer = client.o_server.pull("model")
+    return torch.zeros(8, dtype=torch.float64) if answer is None else answer[0]["counts"]
 
 
 def run_role(rank: int, role: Role, size: int, port: int, folder: Path, options: Any) -> None:
@@ -259,7 +259,7 @@ def test_every_client_raises_if_the_primary_dies(primary: int, tmp_path: Path) -
     with members(roles, tmp_path, **options) as processes:
         until(lambda: lines(tmp_path / "acknowledged") >= 20)
         processes[primary].kill()
-        assert ends_well([one for one in processes if one is not processes[primary]])
+        assert ends_well([process for process in processes if process is not processes[primary]])
     for name in "w2", "w3":
         seconds, text = (tmp_path / f"error_{name}").read_text().split(" ", 1)
         assert float(seconds) < 20

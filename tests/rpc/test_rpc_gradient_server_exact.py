@@ -100,18 +100,18 @@ def test_running_sum_equals_stacking(
 ) -> None:
     reduction = Reduction(ReduceSettings(method, torch.device("cpu"), batch_size, 64, "block"))
     given_tensors = [torch.full((2,), value, dtype=dtype) for value in values]
-    kept = [tensor.clone() for tensor in given_tensors]
+    copies = [tensor.clone() for tensor in given_tensors]
     results = [reduction.add({"a": tensor}) for tensor in given_tensors]
     for index, result in enumerate(results):
         if (index + 1) % batch_size:
             assert result is None
             continue
-        stacked = torch.stack(kept[index + 1 - batch_size : index + 1]).double()
+        stacked = torch.stack(copies[index + 1 - batch_size : index + 1]).double()
         expected = stacked.sum(0) if method == "sum" else stacked.mean(0)
         assert result is not None
         torch.testing.assert_close(result["a"].double(), expected, rtol=1e-5, atol=1e-5)
         assert result["a"].dtype == (torch.float32 if dtype == torch.float16 else dtype)
-    assert all(map(torch.equal, given_tensors, kept))
+    assert all(map(torch.equal, given_tensors, copies))
 
 
 @settings(deadline=None, max_examples=60)
@@ -122,11 +122,11 @@ def test_running_sum_equals_stacking(
 def test_queue_counts_every_dropped_item(moves: list[str], policy: Any) -> None:
     limits = ReduceSettings("sum", torch.device("cpu"), 2, 3, policy)
     queue = Level[Push]("queue", limits, threading.Condition())
-    offered, answers, taken = 0, [], []
+    offered, answers, numbers = 0, [], []
     for move in moves:
         with queue.locked():
             if move == "take" and queue.items:
-                taken.append(queue.take().number)
+                numbers.append(queue.take().number)
             elif move != "take":
                 answers.append(torch.futures.Future[Receipt]())
                 push = Push("client", offered, 0, {})
@@ -136,8 +136,8 @@ def test_queue_counts_every_dropped_item(moves: list[str], policy: Any) -> None:
     states = [answer.wait().state for answer in answers if answer.done()]
     assert len(states) == offered - len(queue.waiting)
     refused = states.count("full")
-    here = len(queue.items) + len(queue.waiting)
-    assert offered == len(taken) + here + refused + queue.dropped
-    assert taken == sorted(taken) or "force" in moves
+    queued = len(queue.items) + len(queue.waiting)
+    assert offered == len(numbers) + queued + refused + queue.dropped
+    assert numbers == sorted(numbers) or "force" in moves
     assert refused == 0 or policy == "error"
     assert queue.dropped == 0 or policy == "drop_oldest"

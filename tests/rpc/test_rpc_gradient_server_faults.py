@@ -32,17 +32,17 @@ def test_a_push_that_cannot_be_sent_again_is_counted_and_the_others_are_sent(
 ) -> None:
     server = PushPullGradServerImpl("server", group, secondary_reducers=["w1"])
     server.start()
-    place: Any = ("service", "all", "server/_push_service")
+    address: Any = ("service", "all", "server/_push_service")
     if world.rank == 0:
-        take, given = node_of.current().offers[place], []
+        take, calls = node_of.current().offers[address], []
 
         def fail_once(*args: Any) -> Any:
-            given.append(args)
-            if len(given) == 1:
+            calls.append(args)
+            if len(calls) == 1:
                 raise ValueError("broken")
             return take(*args)
 
-        node_of.current().offers[place] = fail_once
+        node_of.current().offers[address] = fail_once
     group.barrier()
     if world.rank == 2:
         client = group.get_paired("server").to_here()

@@ -27,7 +27,7 @@ def make_model() -> nn.Module:
 
 def _traffic(world: World, group: RpcGroup, kind: str) -> Any:
     rank = world.rank
-    seen: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with counted() as traffic:
         o_server = None
         if kind == "plain" and rank == 0:
@@ -46,7 +46,7 @@ def _traffic(world: World, group: RpcGroup, kind: str) -> Any:
             client, model = group.get_paired("server").to_here(), make_model()
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
-            seen["early"] = client.push(model)
+            results["early"] = client.push(model)
             for _ in range(3):
                 client.push(model)
             while not client.pull(model):
@@ -54,21 +54,21 @@ def _traffic(world: World, group: RpcGroup, kind: str) -> Any:
             model[0].weight.data.fill_(3)
             model[1].running_mean.fill_(5)
             traffic.take()
-            seen["again"] = client.pull(model)
-            seen["received"] = traffic.take()[1]
-            seen["weight"] = model[0].weight.detach().clone()
-            seen["buffer"] = model[1].running_mean[0].item()
+            results["again"] = client.pull(model)
+            results["received"] = traffic.take()[1]
+            results["weight"] = model[0].weight.detach().clone()
+            results["buffer"] = model[1].running_mean[0].item()
             model[0].weight.data.fill_(3)
-            seen["push"] = client.push(model)
-            seen["by push"] = model[0].weight.detach().clone()
-            seen["gradient"] = model[0].weight.grad.abs().sum().item()
-            seen["sent along"] = len(pickle.dumps(client))
+            results["push"] = client.push(model)
+            results["by push"] = model[0].weight.detach().clone()
+            results["gradient"] = model[0].weight.grad.abs().sum().item()
+            results["sent along"] = len(pickle.dumps(client))
         group.barrier()
         server.watch()
         server.stop()
         if rank == 0:
-            seen["weight"] = managed[0].weight.detach().clone()
-    return seen
+            results["weight"] = managed[0].weight.detach().clone()
+    return results
 
 
 @pytest.mark.parametrize("kind", ["own", "apart", "plain"])

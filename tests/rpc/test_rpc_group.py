@@ -83,12 +83,14 @@ def _calls(world: World, group: RpcGroup) -> None:
     for target in (following, number, get_worker_info(following)):
         assert group.rpc_sync(target, get_cur_name) == following
     assert group.rpc_async(following, lambda x: x * factor, args=(2,)).wait() == 6
-    kept = group.remote(following, lambda *, x: {"twice": x + x}, kwargs={"x": torch.ones(2, 3)})
-    assert torch.equal(kept.to_here()["twice"], torch.full((2, 3), 2.0))
-    assert (kept.owner_name(), kept.is_owner()) == (following, False)
-    assert kept.owner().name == following
-    made = group.rpc_sync(following, lambda: lambda x: x - 1)
-    assert made(4) == 3
+    remote_value = group.remote(
+        following, lambda *, x: {"twice": x + x}, kwargs={"x": torch.ones(2, 3)}
+    )
+    assert torch.equal(remote_value.to_here()["twice"], torch.full((2, 3), 2.0))
+    assert (remote_value.owner_name(), remote_value.is_owner()) == (following, False)
+    assert remote_value.owner().name == following
+    function = group.rpc_sync(following, lambda: lambda x: x - 1)
+    assert function(4) == 3
 
     class Local:
         def __init__(self, value: torch.Tensor) -> None:
@@ -96,7 +98,7 @@ def _calls(world: World, group: RpcGroup) -> None:
 
     sent = Local(torch.arange(6).reshape(2, 3)[:, 1:])
     assert torch.equal(
-        group.rpc_sync(following, lambda one: one.value + 1, args=(sent,)), sent.value + 1
+        group.rpc_sync(following, lambda value: value.value + 1, args=(sent,)), sent.value + 1
     )
 
 
@@ -138,11 +140,11 @@ def test_remote_errors_keep_their_type_and_bring_their_traceback(
         lambda kind: group.rpc_async("w1", fail, args=(kind,)).wait(),
         lambda kind: group.remote("w1", fail, args=(kind,)).to_here(),
     ):
-        with pytest.raises(OwnError) as own:
+        with pytest.raises(OwnError) as raised:
             call("own")
-        assert (own.value.code, own.value.args) == (7, (7, "mine"))
-        assert "raised by 'w1'" in remote_traceback(own.value)
-        assert 'raise OwnError(7, "mine")' in remote_traceback(own.value)
+        assert (raised.value.code, raised.value.args) == (7, (7, "mine"))
+        assert "raised by 'w1'" in remote_traceback(raised.value)
+        assert 'raise OwnError(7, "mine")' in remote_traceback(raised.value)
         with pytest.raises(KeyError, match="lost"):
             call("key")
         with pytest.raises(FileNotFoundError) as file:
@@ -164,10 +166,10 @@ def test_remote_errors_keep_their_type_and_bring_their_traceback(
     with pytest.raises(RpcException, match="SystemExit raised by 'w1'"):
         group.rpc_sync("w1", fail, args=("exit",))
     # An error that passes through two processes keeps its type and its first traceback.
-    with pytest.raises(OwnError) as own:
+    with pytest.raises(OwnError) as raised:
         group.rpc_sync("w1", group.rpc_sync, args=("w0", fail), kwargs={"args": ("own",)})
-    assert "raised by 'w0'" in remote_traceback(own.value)
-    assert pickle.loads(pickle.dumps(own.value)).code == 7
+    assert "raised by 'w0'" in remote_traceback(raised.value)
+    assert pickle.loads(pickle.dumps(raised.value)).code == 7
 
 
 @in_world(2)
@@ -220,7 +222,7 @@ def _values(world: World, group: RpcGroup) -> Any:
     missing = ("KeyError", repr("Value [w] not found on Group [all]"))
     assert raised_by(group.get_paired, "w") == missing
     # A reference can be passed to a third process.
-    assert group.rpc_sync("w2", lambda one: one.to_here()[0], args=(reference,)) == 1
+    assert group.rpc_sync("w2", lambda value: value.to_here()[0], args=(reference,)) == 1
     group.barrier()
     if world.rank == 1:
         group.unpair("v")
@@ -252,13 +254,13 @@ def test_a_barrier_names_late_members_and_works_again() -> None:
 
 
 def _many_barriers(world: World, group: RpcGroup) -> list[int]:
-    seen = []
+    numbers = []
     for number in range(100):
         if world.rank == 0:
             group.pair(number, number)
         group.barrier()
-        seen.append(group.get_paired(number).to_here())
-    return seen
+        numbers.append(group.get_paired(number).to_here())
+    return numbers
 
 
 @pytest.mark.parametrize("size", [3, 4])
@@ -285,7 +287,12 @@ def test_groups_are_made_sent_destroyed_and_made_again(world: World, group: RpcG
     assert not group.is_member("w3")
     assert world.groups == {"all": group}
     # It arrives as the group of the receiving process.
-    assert group.rpc_sync("w1", lambda one: one.barrier.__self__.destroyed, args=(group,)) is False
+    assert (
+        group.rpc_sync(
+            "w1", lambda group_there: group_there.barrier.__self__.destroyed, args=(group,)
+        )
+        is False
+    )
     if world.rank < 2:
         pair = world.create_rpc_group("two", ["w1", "w0"])
         pair.pair(world.name, world.rank)
@@ -322,9 +329,9 @@ def _disagree(world: World, group: RpcGroup) -> tuple[str, str] | None:
 
 
 def test_members_that_disagree_or_are_missing() -> None:
-    first, second, third = in_group(_disagree)
-    assert first[0] == second[0] == "ValueError"
-    for text in (first[1], second[1]):
+    w0, second, third = in_group(_disagree)
+    assert w0[0] == second[0] == "ValueError"
+    for text in (w0[1], second[1]):
         assert "gave the members 'w0', 'w1'" in text
         assert "gave the members 'w0', 'w1', 'w2'" in text
     assert third == ("RpcError", "group 'alone': 'w0' has not arrived within 0.2 s")
@@ -339,12 +346,14 @@ def _kept_count() -> int:
 @in_world(3)
 def test_a_value_lives_as_long_as_its_references(world: World, group: RpcGroup) -> None:
     if world.rank == 1:
-        kept = group.remote("w0", lambda: torch.ones(3))
-        assert kept.to_here().sum() == 3
+        remote_value = group.remote("w0", lambda: torch.ones(3))
+        assert remote_value.to_here().sum() == 3
         assert group.rpc_sync("w0", _kept_count) == 1
-        passed = group.rpc_sync("w2", lambda one: one.to_here().sum().item(), args=(kept,))
+        passed = group.rpc_sync(
+            "w2", lambda value: value.to_here().sum().item(), args=(remote_value,)
+        )
         assert passed == 3
-        del kept
+        del remote_value
         deadline = time.monotonic() + 10
         while group.rpc_sync("w0", _kept_count) and time.monotonic() < deadline:
             time.sleep(0.01)

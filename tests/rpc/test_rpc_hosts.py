@@ -88,8 +88,9 @@ class Hosts:
     def make(self) -> None:
         for name in self.names:
             ip("netns", "add", name)
-        (first, second), (one, other) = self.names, self.interfaces
-        ip(*f"link add {one} netns {first} type veth peer name {other} netns {second}".split())
+        (host_a, second), (interface_a, other) = self.names, self.interfaces
+        link = f"link add {interface_a} netns {host_a} type veth peer name {other} netns {second}"
+        ip(*link.split())
         for name, interface, address in zip(self.names, self.interfaces, ADDRESSES, strict=True):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", interface)
             for link in (interface, "lo"):
@@ -105,8 +106,10 @@ class Hosts:
     def remove(self) -> None:
         for name in self.names:
             command = ["ip", "netns", "pids", name]
-            left = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-            for pid in left.split():
+            processes_left = subprocess.run(
+                command, capture_output=True, text=True, check=False
+            ).stdout
+            for pid in processes_left.split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
@@ -164,8 +167,8 @@ def test_two_hosts_by_torchrun(hosts: Hosts, tmp_path: Path) -> None:
         [*torchrun, "--rdzv-conf", f"is_host={is_host}", "--local-addr", address, "program.py"]
         for is_host, address in zip("10", ADDRESSES, strict=True)
     ]
-    first, second = hosts.run(commands, tmp_path)
-    assert first == {"call": "w1", "same": True, "total": 3.0}
+    result_0, second = hosts.run(commands, tmp_path)
+    assert result_0 == {"call": "w1", "same": True, "total": 3.0}
     assert second == {"call": "w0", "same": True, "total": 3.0}
 
 
@@ -174,12 +177,14 @@ def test_two_hosts_of_which_one_vanishes(hosts: Hosts, tmp_path: Path) -> None:
     address = f'dist_init_method="tcp://{ADDRESSES[0]}:{PORT}"'
     for rank in range(2):
         program = PROGRAM.replace("WORK", CUT).replace('os.environ["RANK"]', str(rank))
-        given = f'World(f"w{{rank}}", rank, 2, {address}, '
-        (tmp_path / f"program{rank}.py").write_text(program.replace('World(f"w{rank}", ', given))
-    first, second = hosts.run([["program0.py"], ["program1.py"]], tmp_path)
-    for seen, own, peer in ((first, ADDRESSES[0], "w1"), (second, ADDRESSES[1], "w0")):
-        assert seen["listening"] == [own]
-        assert seen["in flight"] == f"{peer!r} has not answered sleep() within 2 s"
-        assert seen["new"] == f"{peer!r} has not answered abs() within 1 s"
-    assert first["barrier"] == "barrier of group 'all': 'w1' has not arrived within 1 s"
+        call_text = f'World(f"w{{rank}}", rank, 2, {address}, '
+        (tmp_path / f"program{rank}.py").write_text(
+            program.replace('World(f"w{rank}", ', call_text)
+        )
+    result_0, second = hosts.run([["program0.py"], ["program1.py"]], tmp_path)
+    for result, own_address, peer in ((result_0, ADDRESSES[0], "w1"), (second, ADDRESSES[1], "w0")):
+        assert result["listening"] == [own_address]
+        assert result["in flight"] == f"{peer!r} has not answered sleep() within 2 s"
+        assert result["new"] == f"{peer!r} has not answered abs() within 1 s"
+    assert result_0["barrier"] == "barrier of group 'all': 'w1' has not arrived within 1 s"
     assert "'w0' has not answered" in str(second["barrier"])

@@ -24,11 +24,11 @@ def _two_threads(world: World, group: RpcGroup) -> list[str]:
         threading.Thread(target=lambda: answers.append(error_of(group.barrier, timeout=0.3))),
     ]
     answers: list[str] = []
-    for one in pair:
-        one.start()
+    for thread in pair:
+        thread.start()
         time.sleep(0.2)
-    for one in pair:
-        one.join()
+    for thread in pair:
+        thread.join()
     return answers
 
 
@@ -44,20 +44,20 @@ def test_no_thread_passes_a_barrier_because_another_gives_up() -> None:
 def _old_and_new(world: World, group: RpcGroup) -> Any:
     group.barrier()
     answer: list[str] = []
-    old = world.create_rpc_group("pair", ["w0", "w1"])
+    old_group = world.create_rpc_group("pair", ["w0", "w1"])
     if world.rank == 1:
-        waiting = threading.Thread(target=lambda: answer.append(error_of(old.barrier)))
+        waiting = threading.Thread(target=lambda: answer.append(error_of(old_group.barrier)))
         waiting.start()
         time.sleep(0.3)
-    old.destroy()
+    old_group.destroy()
     if world.rank == 1:
         waiting.join()
-    new = world.create_rpc_group("pair", ["w0", "w1"])
+    new_group = world.create_rpc_group("pair", ["w0", "w1"])
     if world.rank == 1:
-        answer.append(error_of(new.barrier, timeout=0.3))
+        answer.append(error_of(new_group.barrier, timeout=0.3))
     else:
         time.sleep(0.6)
-    new.barrier()
+    new_group.barrier()
     return answer
 
 
@@ -111,8 +111,8 @@ def _one_dies(reported: Path) -> str:
 
 
 def test_a_barrier_fails_at_once_if_a_member_is_dead(tmp_path: Path) -> None:
-    first, second, _ = run_ranks(_one_dies, 3, tmp_path / "reported")
-    assert first == second == "RpcError: barrier of group 'all': 'w2' has ended"
+    error_0, second, _ = run_ranks(_one_dies, 3, tmp_path / "reported")
+    assert error_0 == second == "RpcError: barrier of group 'all': 'w2' has ended"
 
 
 def _directory() -> Directory:
@@ -139,10 +139,10 @@ def _arrives_after_giving_up(world: World, group: RpcGroup) -> str:
         directory = _directory()
         meet, give_up = directory.meet, directory.give_up
 
-        def late(place: Any, name: str, *args: Any) -> Any:
+        def late(meeting: Any, name: str, *args: Any) -> Any:
             if name == "w1":
                 assert gave_up.wait(20)
-            return meet(place, name, *args)
+            return meet(meeting, name, *args)
 
         directory.meet = late  # type: ignore[method-assign]
         directory.give_up = then_set(gave_up, give_up)  # type: ignore[method-assign]
@@ -154,8 +154,8 @@ def _arrives_after_giving_up(world: World, group: RpcGroup) -> str:
 
 
 def test_an_arrival_that_is_served_after_giving_up_does_not_count() -> None:
-    first, second = in_group(_arrives_after_giving_up, 2)
-    assert first == "RpcError: barrier of group 'all': 'w1' has not arrived within 0.5 s"
+    error_0, second = in_group(_arrives_after_giving_up, 2)
+    assert error_0 == "RpcError: barrier of group 'all': 'w1' has not arrived within 0.5 s"
     assert second == "RpcError: barrier of group 'all': 'w0' has not arrived within 0.3 s"
 
 
@@ -166,8 +166,8 @@ def _error_comes_late(world: World, group: RpcGroup) -> str:
     meet, give_up = directory.meet, directory.give_up
     arrived, gave_up = threading.Event(), threading.Event()
 
-    def slow(place: Any, name: str, *args: Any) -> Any:
-        answer = meet(place, name, *args)
+    def slow(meeting: Any, name: str, *args: Any) -> Any:
+        answer = meet(meeting, name, *args)
         if name == "w1":
             arrived.set()
             assert gave_up.wait(20)
@@ -180,6 +180,6 @@ def _error_comes_late(world: World, group: RpcGroup) -> str:
 
 
 def test_a_member_that_gives_up_gets_the_error_of_the_meeting() -> None:
-    first, second = in_group(_error_comes_late, 2)
-    assert first == second
-    assert first == "ValueError: 'w0' gave the members 'w0', but 'w1' gave the members 'w0', 'w1'"
+    error_0, second = in_group(_error_comes_late, 2)
+    assert error_0 == second
+    assert error_0 == "ValueError: 'w0' gave the members 'w0', but 'w1' gave the members 'w0', 'w1'"

@@ -29,12 +29,13 @@ class Net(nn.Module):
 
     def fill(self, value: float) -> None:
         with torch.no_grad():
-            for one in [*self.parameters(), *self.buffers()]:
-                one.fill_(value)
+            for tensor in [*self.parameters(), *self.buffers()]:
+                tensor.fill_(value)
 
     def value(self) -> float:
         values = {
-            one.item() for one in torch.cat([v.reshape(-1) for v in self.state_dict().values()])
+            number.item()
+            for number in torch.cat([v.reshape(-1) for v in self.state_dict().values()])
         }
         assert len(values) == 1
         return values.pop()
@@ -56,9 +57,9 @@ def test_pull_loads_the_pushed_values(world: World, group: RpcGroup) -> None:
         assert model.pp_version == 2
     group.barrier()
     model.linear.weight.grad = torch.ones(2, 3)
-    places = [one.data_ptr() for one in model.state_dict().values()]
+    addresses = [tensor.data_ptr() for tensor in model.state_dict().values()]
     assert server.pull(model)
-    assert places == [one.data_ptr() for one in model.state_dict().values()]
+    assert addresses == [tensor.data_ptr() for tensor in model.state_dict().values()]
     assert model.linear.weight.grad.eq(1).all()
     assert set(vars(model)) - before == {"pp_version"}
     pulled = model.value(), model.pp_version
@@ -98,8 +99,8 @@ def _refuse(world: World, group: RpcGroup) -> Any:
 
 
 def test_a_refused_push_loads_the_newest_version_unless_disabled() -> None:
-    first, second, third = in_group(_refuse, 3)
-    assert first == second == (None, 7.0, 3)
+    w0, second, third = in_group(_refuse, 3)
+    assert w0 == second == (None, 7.0, 3)
     assert third == ((2.0, 0), 7.0, 3)
 
 
@@ -140,7 +141,7 @@ def test_clients_that_race_lose_no_accepted_push(world: World, group: RpcGroup) 
 def _restart(world: World, group: RpcGroup, versions: int, pushes_before_clients: bool) -> Any:
     rank = world.rank
     if rank == 0:
-        first = PushPullModelServerImpl("server", group)
+        earlier = PushPullModelServerImpl("server", group)
     group.barrier()
     server = group.get_paired("server").to_here()
     model = Net(1)
@@ -153,8 +154,8 @@ def _restart(world: World, group: RpcGroup, versions: int, pushes_before_clients
     if rank == 0:
         with pytest.raises(KeyError, match="already"):
             PushPullModelServerImpl("server", group)
-        first.close()
-        first.close()
+        earlier.close()
+        earlier.close()
         assert not group.is_paired("server")
         assert not group.is_paired("server_o_server")
         PushPullModelServerImpl("server", group)
@@ -193,9 +194,9 @@ def _use_own(world: World, group: RpcGroup) -> Any:
         assert server.push(model)
     group.barrier()
     assert server.pull(model)
-    found = server.o_server.pull("net", 2)
-    assert found is not None
-    assert found[0].keys() == model.state_dict().keys()
+    answer = server.o_server.pull("net", 2)
+    assert answer is not None
+    assert answer[0].keys() == model.state_dict().keys()
     return accepted, model.value(), model.pp_version
 
 
@@ -232,11 +233,11 @@ def test_another_model_is_an_error_that_leaves_it_unchanged(world: World, group:
         assert (type(refused.value).__name__, str(refused.value)) == texts[-1]
     model = Net()
     assert server.pull(model)
-    right, model.linear = model.linear, wide.linear
+    linear, model.linear = model.linear, wide.linear
     with pytest.raises(ValueError, match=r"'linear.weight' is \(2, 3\) in the state, \(2, 4\)"):
         server.push(model)
     group.barrier()
-    model.linear = right
+    model.linear = linear
     if rank == 1:
         assert server.push(model)
     names, shapes = texts

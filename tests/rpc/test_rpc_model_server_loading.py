@@ -81,9 +81,9 @@ def test_pull_loads_as_load_state_dict_does(kind: str) -> None:
     server.pull(pulled)
     loaded.load_state_dict(model.state_dict())
     expected = dict(loaded.named_parameters()) | dict(loaded.named_buffers())
-    found = dict(pulled.named_parameters()) | dict(pulled.named_buffers())
-    assert found.keys() == expected.keys()
-    assert all(value.equal(found[name]) for name, value in expected.items())
+    after = dict(pulled.named_parameters()) | dict(pulled.named_buffers())
+    assert after.keys() == expected.keys()
+    assert all(value.equal(after[name]) for name, value in expected.items())
     assert all(value.requires_grad for value in pulled.parameters())
 
 

@@ -150,12 +150,12 @@ def _trained(world: World, group: RpcGroup, kind: str) -> Any:
     group.barrier()
     assert server.pull(wrapped)
     weight = model.net[0].weight
-    whole = weight.full_tensor() if kind == "sharded" else weight
-    return accepted, is_same, whole.eq(3).all().item(), model.pp_version, wrapped.pp_version
+    full_weight = weight.full_tensor() if kind == "sharded" else weight
+    return accepted, is_same, full_weight.eq(3).all().item(), model.pp_version, wrapped.pp_version
 
 
 @pytest.mark.parametrize("kind", ["torch", "step", "sharded"])
 def test_wrapped_models_are_pushed_and_pulled(kind: str) -> None:
-    accepted, *others = zip(*in_group(_trained, 3, kind), strict=True)
+    accepted, *results = zip(*in_group(_trained, 3, kind), strict=True)
     assert sorted(accepted) == [False, False, True]
-    assert others == [(True,) * 3, (True,) * 3, (2,) * 3, (2,) * 3]
+    assert results == [(True,) * 3, (True,) * 3, (2,) * 3, (2,) * 3]

@@ -26,9 +26,9 @@ class Traffic:
 
     def take(self) -> tuple[int, int]:
         """Return the bytes sent and received since the last call."""
-        seen = self.sent, self.received
+        counts = self.sent, self.received
         self.sent = self.received = 0
-        return seen
+        return counts
 
 
 @contextmanager
@@ -36,8 +36,8 @@ def counted() -> Iterator[Traffic]:
     traffic, pack, unpack = Traffic(), _calls.pack, _calls.unpack
 
     def size(parcel: Any) -> int:
-        payload, parts = parcel
-        return len(payload) + sum(one.nbytes for one in parts if isinstance(one, Tensor))
+        payload, buffers = parcel
+        return len(payload) + sum(buffer.nbytes for buffer in buffers if isinstance(buffer, Tensor))
 
     def counting_pack(value: Any) -> Any:
         parcel = pack(value)
@@ -68,9 +68,9 @@ class Tuned(nn.Module):
             self.head.weight.add_(1)
 
 
-def is_equal(one: nn.Module, other: nn.Module) -> bool:
-    others = other.state_dict()
-    return all(value.equal(others[name]) for name, value in one.state_dict().items())
+def is_equal(model: nn.Module, other: nn.Module) -> bool:
+    other_state = other.state_dict()
+    return all(value.equal(other_state[name]) for name, value in model.state_dict().items())
 
 
 def _frozen(world: World, group: RpcGroup) -> list[tuple[int, int]]:
@@ -181,35 +181,35 @@ def test_tensors_sent_by_a_refused_push_are_loaded_again() -> None:
 @in_world(3)
 def test_states_pushed_past_the_model_server_are_pulled(world: World, group: RpcGroup) -> None:
     server = model_client(group)
-    whole = group.get_paired("server_o_server").to_here()
+    plain_server = group.get_paired("server_o_server").to_here()
     model, other = Tuned(), Tuned()
     if world.rank == 1:
         assert server.push(model)
         assert server.pull(other)
         model.tune()
         # Push whole states past the accessor.
-        assert whole.push("model", model.state_dict(), 2, 1)
+        assert plain_server.push("model", model.state_dict(), 2, 1)
         assert server.pull(other)
         assert other.pp_version == 2
         assert is_equal(model, other)
         # The state must map names to tensors.
         with pytest.raises(TypeError, match="a state must be a mapping"):
-            whole.push("model", 5, 3, 2)
+            plain_server.push("model", 5, 3, 2)
         # Other names: the whole state is sent, without the removed tensors.
         del model.head, other.head
-        assert whole.push("model", model.state_dict(), 3, 2)
+        assert plain_server.push("model", model.state_dict(), 3, 2)
         assert server.pull(other)
         assert other.pp_version == 3
         assert server.push(other)
         small = nn.Linear(2, 2)
-        assert whole.push("model", small.state_dict(), 5, 4)
+        assert plain_server.push("model", small.state_dict(), 5, 4)
         newest = nn.Linear(2, 2)
         assert server.pull(newest)
         assert is_equal(small, newest)
     group.barrier()
-    found = whole.pull("model")
-    assert found is not None
-    assert (sorted(found[0]), found[1]) == (["bias", "weight"], 5)
+    answer = plain_server.pull("model")
+    assert answer is not None
+    assert (sorted(answer[0]), answer[1]) == (["bias", "weight"], 5)
 
 
 def _special(world: World, group: RpcGroup) -> bool:

@@ -53,9 +53,9 @@ def test_depth_versions_are_kept_behind_the_newest(depth: int) -> None:
     server = ordered_server(depth)
     for version in range(10):
         server._push_service("key", str(version), version, version - 1)
-    kept = [version for version in range(10) if server._pull_service("key", version)]
-    assert kept == list(range(10))[-depth - 1 :]
-    assert server._pull_service("key", kept[0]) == (str(kept[0]), kept[0])
+    versions = [version for version in range(10) if server._pull_service("key", version)]
+    assert versions == list(range(10))[-depth - 1 :]
+    assert server._pull_service("key", versions[0]) == (str(versions[0]), versions[0])
 
 
 def test_the_same_version_is_replaced_in_place() -> None:
@@ -131,7 +131,7 @@ def _share(world: World, group: RpcGroup) -> Any:
     value["weight"].fill_(-1)
     group.barrier()
     pulled, version = server.pull("key")
-    first = pulled["weight"].tolist(), list(pulled["list"]), version
+    pulled_once = pulled["weight"].tolist(), list(pulled["list"]), version
     pulled["weight"].fill_(-1)
     pulled["list"].append(7)
     group.barrier()
@@ -139,7 +139,7 @@ def _share(world: World, group: RpcGroup) -> Any:
     assert again is not None
     assert server.pull("no key") is None
     assert server.pull("key", 2) is None
-    return accepted, first, (again[0]["weight"].tolist(), again[0]["list"], again[1])
+    return accepted, pulled_once, (again[0]["weight"].tolist(), again[0]["list"], again[1])
 
 
 def test_changes_of_pushed_and_pulled_values_are_not_shared() -> None:
@@ -155,7 +155,7 @@ def test_changes_of_pushed_and_pulled_values_are_not_shared() -> None:
 def test_a_name_is_taken_until_the_server_is_closed(world: World, group: RpcGroup) -> None:
     rank = world.rank
     if rank == 0:
-        first = OrderedServerSimpleImpl("server", group)
+        server = OrderedServerSimpleImpl("server", group)
         group.register("other/_pull_service", len)
     group.barrier()
     if rank == 1:
@@ -169,8 +169,8 @@ def test_a_name_is_taken_until_the_server_is_closed(world: World, group: RpcGrou
         assert accessor.push("key", "of the first", 1, None)
     group.barrier()
     if rank == 0:
-        first.close()
-        first.close()
+        server.close()
+        server.close()
         assert not group.is_paired("server")
     group.barrier()
     if rank == 2:

@@ -22,17 +22,17 @@ def test_alone_it_is_a_list_of_versions(script: list[tuple[str, int, int]], dept
     chains: dict[str, list[tuple[int, int]]] = {key: [] for key in KEYS}
     for value, (key, version, previous) in enumerate(script):
         chain = chains[key]
-        held = [one for _, one in chain]
-        is_next = not held or (held[-1] == previous and version not in held[:-1])
+        versions = [version for _, version in chain]
+        is_next = not versions or (versions[-1] == previous and version not in versions[:-1])
         assert server._push_service(key, value, version, previous) == is_next
         if is_next:
-            if held and held[-1] == version:
+            if versions and versions[-1] == version:
                 chain.pop()
             chain.append((value, version))
             del chain[: -depth - 1]
-        for one in range(5):
-            expected = next((entry for entry in chain if entry[1] == one), None)
-            assert server._pull_service(key, one) == expected
+        for asked_version in range(5):
+            expected = next((entry for entry in chain if entry[1] == asked_version), None)
+            assert server._pull_service(key, asked_version) == expected
         assert server._pull_service(key) == (chain[-1] if chain else None)
 
 
@@ -62,24 +62,24 @@ def _play(
         OrderedServerSimpleImpl("server", group, depth)
     group.barrier()
     server = group.get_paired("server").to_here()
-    seen: dict[str, list[Any]] = {key: [None, None] for key in KEYS}
+    history: dict[str, list[Any]] = {key: [None, None] for key in KEYS}
     events = []
     group.barrier()
-    for number, (what, key) in enumerate(all_scripts[rank]):
+    for number, (action, key) in enumerate(all_scripts[rank]):
         version: Any = (rank, number)
-        previous = seen[key][-2 if what in ("stale", "back") else -1]
+        previous = history[key][-2 if action in ("stale", "back") else -1]
         started = time.monotonic()
-        if what in ("push", "stale"):
+        if action in ("push", "stale"):
             result = server.push(key, f"value of {version}", version, previous)
             news = version if result else None
         else:
-            version = previous if what == "back" else None
+            version = previous if action == "back" else None
             result = server.pull(key, version)
-            news = result[1] if result and what == "look" else None
+            news = result[1] if result and action == "look" else None
         ended = time.monotonic()
-        events.append(Event(what, key, version, previous, result, started, ended))
-        if news is not None and news != seen[key][-1]:
-            seen[key].append(news)
+        events.append(Event(action, key, version, previous, result, started, ended))
+        if news is not None and news != history[key][-1]:
+            history[key].append(news)
     return events
 
 
@@ -92,7 +92,7 @@ def test_from_several_processes_it_is_one_chain(
 ) -> None:
     events = sum(in_group(_play, 3, all_scripts, depth), [])
     for key in KEYS:
-        Judge([one for one in events if one.key == key], depth).judge()
+        Judge([event for event in events if event.key == key], depth).judge()
 
 
 class Judge:
@@ -104,43 +104,43 @@ class Judge:
 
     def __init__(self, events: list[Event], depth: int) -> None:
         self.depth = depth
-        pushed = [one for one in events if one.what in ("push", "stale")]
-        self.taken = [one for one in pushed if one.result]
-        self.refused = [one for one in pushed if not one.result]
-        self.pulls = [one for one in events if one.what in ("look", "back")]
+        pushed = [event for event in events if event.what in ("push", "stale")]
+        self.taken = [push for push in pushed if push.result]
+        self.refused = [push for push in pushed if not push.result]
+        self.pulls = [event for event in events if event.what in ("look", "back")]
         self.chain = self._chain()
-        self.places = {one.version: place for place, one in enumerate(self.chain)}
+        self.places = {push.version: position for position, push in enumerate(self.chain)}
 
     def judge(self) -> None:
         for earlier, later in zip(self.chain, self.chain[1:], strict=False):
             assert earlier.started < later.ended
-        for one in self.refused:
-            oldest, newest = self._bounds(one)
+        for push in self.refused:
+            oldest, newest = self._bounds(push)
             assert newest >= 0
-            assert not oldest == newest == self.places.get(one.previous)
-        for one in self.pulls:
-            oldest, newest = self._bounds(one)
-            if one.result is None:
-                self._judge_nothing(one, oldest, newest)
+            assert not oldest == newest == self.places.get(push.previous)
+        for pull in self.pulls:
+            oldest, newest = self._bounds(pull)
+            if pull.result is None:
+                self._judge_nothing(pull, oldest, newest)
                 continue
-            value, version = one.result
+            value, version = pull.result
             assert value == f"value of {version}"
-            place = self.places[version]
-            assert one.version in (None, version)
-            assert oldest - (0 if one.version is None else self.depth) <= place <= newest
+            position = self.places[version]
+            assert pull.version in (None, version)
+            assert oldest - (0 if pull.version is None else self.depth) <= position <= newest
 
-    def _judge_nothing(self, one: Event, oldest: int, newest: int) -> None:
-        if one.version is None:
+    def _judge_nothing(self, pull: Event, oldest: int, newest: int) -> None:
+        if pull.version is None:
             assert oldest == -1
             return
-        place = self.places[one.version]
-        assert place > oldest or place < newest - self.depth
+        position = self.places[pull.version]
+        assert position > oldest or position < newest - self.depth
 
     def _chain(self) -> list[Event]:
         """Return the accepted pushes as a chain that must include all of them."""
-        known = {one.version for one in self.taken}
-        follows = {one.previous: one for one in self.taken if one.previous in known}
-        roots = [one for one in self.taken if one.previous not in known]
+        versions = {push.version for push in self.taken}
+        follows = {push.previous: push for push in self.taken if push.previous in versions}
+        roots = [push for push in self.taken if push.previous not in versions]
         assert len(roots) == (1 if self.taken else 0)
         assert len(follows) == len(self.taken) - len(roots), "two successors of one version"
         chain = roots
@@ -149,8 +149,8 @@ class Judge:
         assert len(chain) == len(self.taken)
         return chain
 
-    def _bounds(self, one: Event) -> tuple[int, int]:
+    def _bounds(self, event: Event) -> tuple[int, int]:
         """Return which places may have been the newest during a call; -1 if none."""
-        before = [self.places[push.version] for push in self.taken if push.ended < one.started]
-        during = [self.places[push.version] for push in self.taken if push.started < one.ended]
+        before = [self.places[push.version] for push in self.taken if push.ended < event.started]
+        during = [self.places[push.version] for push in self.taken if push.started < event.ended]
         return max(before, default=-1), max(during, default=-1)

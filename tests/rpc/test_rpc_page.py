@@ -31,12 +31,12 @@ def test_the_first_world(tmp_path: Path) -> None:
     assert run_script(codes("A world")[0], tmp_path) == "42\n"
 
 
-def _world_by_address(code: str, place: str) -> tuple[list[str], int]:
+def _world_by_address(code: str, address: str) -> tuple[list[str], int]:
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
-    code = re.sub(r"tcp://[\d.:]+", place, code)
-    exec(code if rank == 0 else f"World('actor{rank}', {rank}, 3, dist_init_method='{place}')")
+    code = re.sub(r"tcp://[\d.:]+", address, code)
+    exec(code if rank == 0 else f"World('actor{rank}', {rank}, 3, dist_init_method='{address}')")
     world = get_world()
     assert world is not None
     world.stop()
@@ -88,8 +88,8 @@ def _groups(code: str) -> dict[str, Any]:
 
 
 def test_the_calls_of_a_group() -> None:
-    for seen in run_ranks(_groups, 3, codes("Groups")[0]):
-        assert seen["groups"] == []
+    for result in run_ranks(_groups, 3, codes("Groups")[0]):
+        assert result["groups"] == []
 
 
 def by_line(code: str, names: dict[str, Any]) -> list[str]:
@@ -104,12 +104,12 @@ def by_line(code: str, names: dict[str, Any]) -> list[str]:
     return values
 
 
-def _servers(code: str, given: dict[str, Any]) -> list[str]:
+def _servers(code: str, names: dict[str, Any]) -> list[str]:
     with World(NAMES[dist.get_rank()]) as world:
         group = world.create_rpc_group("all", NAMES)
         values = []
         if world.name == "learner":
-            values = by_line(code, {"group": group, **given})
+            values = by_line(code, {"group": group, **names})
         group.barrier()
         return values
 
@@ -172,11 +172,11 @@ def release() -> None:
     released.set()
 
 
-def _mistakes(place: str) -> list[str]:
+def _mistakes(address: str) -> list[str]:
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
-    world = World(NAMES[rank], rank, 3, dist_init_method=place)
+    world = World(NAMES[rank], rank, 3, dist_init_method=address)
     group = world.create_rpc_group("all", NAMES)
     if rank == 1:
         group.register("act", time.sleep)

@@ -43,7 +43,7 @@ def ragged() -> torch.Tensor:
 def test_tensors_of_layouts_that_torch_cannot_send(world: World, group: RpcGroup) -> None:
     if world.rank != 0:
         return
-    assert [len(one) for one in group.rpc_sync("w1", ragged).unbind()] == [2, 3]
+    assert [len(row) for row in group.rpc_sync("w1", ragged).unbind()] == [2, 3]
     meta = group.rpc_sync("w1", lambda x: x, args=(torch.empty(3, device="meta"),))
     assert (meta.device.type, meta.shape) == ("meta", (3,))
     csr = torch.eye(3).to_sparse_csr()
@@ -93,16 +93,17 @@ def test_no_value_outlives_its_references(world: World, group: RpcGroup) -> None
         for _ in range(200):
             group.remote("w1", abs, args=(1,))
         assert kept_in_the_end(group, "w1") == 0
-        kept = group.remote("w1", abs, args=(1,))
-        raised_by(group.rpc_sync, "w2", len, args=((kept, threading.Lock()),))
-        raised_by(group.rpc_sync, "w9", len, args=(kept,))
+        remote_value = group.remote("w1", abs, args=(1,))
+        raised_by(group.rpc_sync, "w2", len, args=((remote_value, threading.Lock()),))
+        raised_by(group.rpc_sync, "w9", len, args=(remote_value,))
         assert (
-            raised_by(group.remote, "w2", len, args=((kept, threading.Lock()),))[0] == "TypeError"
+            raised_by(group.remote, "w2", len, args=((remote_value, threading.Lock()),))[0]
+            == "TypeError"
         )
         with pytest.raises(TypeError):
-            group.rpc_sync("w2", len, args=(kept,))
-        data = pickle.dumps(kept)
-        del kept
+            group.rpc_sync("w2", len, args=(remote_value,))
+        data = pickle.dumps(remote_value)
+        del remote_value
         assert pickle.loads(data).to_here() == 1
         assert kept_in_the_end(group, "w1") == 0
         assert "has deleted the value" in raised_by(pickle.loads(data).to_here)[1]
@@ -147,9 +148,9 @@ def test_errors_of_all_kinds_bring_their_traceback(world: World, group: RpcGroup
             group.rpc_sync("w1", fail, args=(error,))
         assert remote_traceback(raised.value).count("raised by 'w1':\nTraceback") == 1
         assert "raise error" in remote_traceback(raised.value)
-        for one in (raised.value, pickle.loads(pickle.dumps(raised.value))):
-            assert type(one) is type(error)
-            assert one.args == error.args
+        for error_copy in (raised.value, pickle.loads(pickle.dumps(raised.value))):
+            assert type(error_copy) is type(error)
+            assert error_copy.args == error.args
     assert raised.value.errno == 2
 
 
@@ -173,16 +174,16 @@ def test_errors_bring_references_and_large_values(world: World, group: RpcGroup)
         with pytest.raises(LookupError) as raised:
             group.rpc_sync("w1", fail_with_a_large_value)
         assert len(raised.value.args[0]) == 17 << 20
-        kept = group.remote("w1", abs, args=(-41,))
-        release_unsent(pack_error(LookupError(kept), "w0"))
-        del raised, kept
+        remote_value = group.remote("w1", abs, args=(-41,))
+        release_unsent(pack_error(LookupError(remote_value), "w0"))
+        del raised, remote_value
         assert kept_in_the_end(group, "w1") == 0
 
 
 def test_tensors_in_errors_are_not_copied() -> None:
     tensor = torch.ones(3)
-    _, parts = pack_error(LookupError(tensor), "w0")
-    assert [part.data_ptr() for part in parts] == [tensor.data_ptr()]
+    _, buffers = pack_error(LookupError(tensor), "w0")
+    assert [buffer.data_ptr() for buffer in buffers] == [tensor.data_ptr()]
 
 
 def fail_in_a_pool() -> None:
@@ -206,8 +207,8 @@ def test_errors_of_pools_in_the_callee(world: World, group: RpcGroup) -> None:
             call("w1", fail_in_a_pool)
         told_here = remote_traceback(lost.value)
         assert told_here.count("raised by 'w1'") == 1
-        for place in ("raise error", "in fail_in_a_pool"):
-            assert place in told_here
+        for phrase in ("raise error", "in fail_in_a_pool"):
+            assert phrase in told_here
 
 
 @in_world(2)
@@ -232,12 +233,13 @@ def test_calls_after_the_end() -> None:
         assert raised_by(call, "w1", abs, args=(1,)) == ("RpcError", text)
 
 
-@pytest.mark.parametrize("what", ["Request", "Response"])
-def test_a_missing_device_map_is_named(what: str) -> None:
+@pytest.mark.parametrize("direction", ["Request", "Response"])
+def test_a_missing_device_map_is_named(direction: str) -> None:
     error = RuntimeError(
         "TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to "
         "CPU before sending them over RPC, or call `set_device_map` on "
-        f"`TensorPipeRpcBackendOptions`. {what} device mapping is not available for destination w1"
+        f"`TensorPipeRpcBackendOptions`. {direction} device mapping is not available for "
+        "destination w1"
     )
     text = str(transport_error(error, "w1", abs))
     assert "World(device_maps=...)" in text

@@ -83,10 +83,12 @@ with World("w1", 1, 2, init_dist=False, dist_init_method=f"file://{sys.argv[1]}"
 
 def run(*commands: list[str]) -> None:
     """Run processes at once and check that all succeed."""
-    given = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     running = [
-        subprocess.Popen([sys.executable, *one], stderr=subprocess.PIPE, text=True, env=given)
-        for one in commands
+        subprocess.Popen(
+            [sys.executable, *command], stderr=subprocess.PIPE, text=True, env=environment
+        )
+        for command in commands
     ]
     try:
         texts = [process.communicate(timeout=60)[1] for process in running]
@@ -110,5 +112,5 @@ def test_another_script_gets_them_by_value(tmp_path: Path) -> None:
     script, other = tmp_path / "script.py", tmp_path / "other.py"
     script.write_text(SCRIPT)
     other.write_text(OTHER)
-    place = str(tmp_path / "a")
-    run([str(script), place, "other", "0"], [str(other), place])
+    folder = str(tmp_path / "a")
+    run([str(script), folder, "other", "0"], [str(other), folder])

@@ -72,9 +72,9 @@ def _services(world: World, group: RpcGroup) -> None:
     value = repr("Value [add] not found on Group [all]; it is the key of a service")
     assert raised_by(group.get_paired, "add") == ("KeyError", value)
     assert "did you mean" not in raised_by(group.registered_sync, ("later", 1))[1]
-    with pytest.raises(OwnError) as own:
+    with pytest.raises(OwnError) as raised:
         group.registered_sync("fail")
-    assert "raised by 'w0'" in remote_traceback(own.value)
+    assert "raised by 'w0'" in remote_traceback(raised.value)
     if world.rank != 0:
         text = "Service [add] not registered in Group [all]"
         assert raised_by(group.deregister, "add") == ("KeyError", repr(text))

@@ -31,7 +31,7 @@ def _meet(url: str, **options: Any) -> dict[str, Any]:
     assert not is_world_initialized()
     assert get_world() is None
     with World(f"w{rank}", rank, 3, dist_init_method=url, **options) as world:
-        seen = {
+        facts = {
             "map": world.rank_name_map,
             "ranks": world.get_ranks(),
             "members": world.get_members(),
@@ -44,37 +44,37 @@ def _meet(url: str, **options: Any) -> dict[str, Any]:
         if dist.is_initialized():
             value = torch.tensor(float(rank))
             dist.all_reduce(value)
-            seen["sum"] = value.item()
+            facts["sum"] = value.item()
         group = raised_by(world.create_rpc_group, "g", ["w0"]) if options else None
-        seen["group"] = group
-    seen["after"] = (is_world_initialized(), dist.is_initialized(), world.started)
+        facts["group"] = group
+    facts["after"] = (is_world_initialized(), dist.is_initialized(), world.started)
     world.stop()
-    return seen
+    return facts
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
 def test_members_meet_by_an_address(scheme: str, tmp_path: Path) -> None:
     url = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/store"
-    for seen in run_ranks(_meet, 3, url):
-        assert seen["map"] == {0: "w0", 1: "w1", 2: "w2"}
-        assert seen["ranks"] == [0, 1, 2]
-        assert seen["members"] == ["w0", "w1", "w2"]
-        assert seen["me"][2]
-        assert seen["is_current"]
-        assert seen["manager"] == "w0"
-        assert seen["sum"] == 3.0
-        assert seen["second"][0] == "RuntimeError"
-        assert "World could only be initialized once!" in seen["second"][1]
-        assert seen["pickled"][0] == "RuntimeError"
-        assert seen["after"] == (False, False, False)
+    for facts in run_ranks(_meet, 3, url):
+        assert facts["map"] == {0: "w0", 1: "w1", 2: "w2"}
+        assert facts["ranks"] == [0, 1, 2]
+        assert facts["members"] == ["w0", "w1", "w2"]
+        assert facts["me"][2]
+        assert facts["is_current"]
+        assert facts["manager"] == "w0"
+        assert facts["sum"] == 3.0
+        assert facts["second"][0] == "RuntimeError"
+        assert "World could only be initialized once!" in facts["second"][1]
+        assert facts["pickled"][0] == "RuntimeError"
+        assert facts["after"] == (False, False, False)
 
 
 def test_without_calls() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
-    for seen in run_ranks(_meet, 3, url, init_rpc=False):
-        assert seen["members"] == ["w0", "w1", "w2"]
-        assert seen["sum"] == 3.0
-        assert seen["group"] == (
+    for facts in run_ranks(_meet, 3, url, init_rpc=False):
+        assert facts["members"] == ["w0", "w1", "w2"]
+        assert facts["sum"] == 3.0
+        assert facts["group"] == (
             "RuntimeError",
             "calls need a world with init_rpc=True, got init_rpc=False",
         )
@@ -112,8 +112,8 @@ def test_collectives_after_the_end_of_the_process_group() -> None:
 
 def _from_the_group() -> tuple[int, int, bool]:
     with World(f"w{dist.get_rank()}") as world:
-        place = world.rank, world.world_size
-    return *place, dist.is_initialized()
+        rank_and_size = world.rank, world.world_size
+    return *rank_and_size, dist.is_initialized()
 
 
 def test_takes_rank_and_size_of_the_process_group_and_leaves_it() -> None:
@@ -136,7 +136,7 @@ def test_takes_rank_size_and_address_of_the_environment() -> None:
 
 def _what_is_left(port: int) -> list[tuple[int, int, int]]:
     rank = rank_without_group()
-    left, before = [], _listeners()
+    remaining, before = [], _listeners()
     for _ in range(4):
         with World(f"w{rank}", rank, 2, dist_init_method=f"tcp://127.0.0.1:{port}") as world:
             group = world.create_rpc_group("g", world.get_members())
@@ -151,16 +151,16 @@ def _what_is_left(port: int) -> list[tuple[int, int, int]]:
         del group, world
         gc.collect()
         handles = len(os.listdir("/proc/self/fd"))
-        left.append((handles, threading.active_count(), _listeners() - before))
-    return left
+        remaining.append((handles, threading.active_count(), _listeners() - before))
+    return remaining
 
 
 def _listeners() -> int:
     """Return how many sockets of this process listen."""
-    own = {os.readlink(f"/proc/self/fd/{fd}") for fd in _open_files()}
+    sockets = {os.readlink(f"/proc/self/fd/{fd}") for fd in _open_files()}
     rows = Path("/proc/self/net/tcp").read_text() + Path("/proc/self/net/tcp6").read_text()
     fields = [row.split() for row in rows.splitlines()]
-    return sum(row[3] == "0A" and f"socket:[{row[9]}]" in own for row in fields if len(row) > 9)
+    return sum(row[3] == "0A" and f"socket:[{row[9]}]" in sockets for row in fields if len(row) > 9)
 
 
 def _open_files() -> list[str]:
@@ -168,8 +168,8 @@ def _open_files() -> list[str]:
 
 
 def test_one_world_after_another_leaves_nothing() -> None:
-    for left in run_ranks(_what_is_left, 2, free_port()):
-        handles, threads, listeners = zip(*left, strict=True)
+    for remaining in run_ranks(_what_is_left, 2, free_port()):
+        handles, threads, listeners = zip(*remaining, strict=True)
         # With the first world torch starts threads that it keeps until the process ends.
         assert handles[3] == handles[1]
         assert threads[3] == threads[1]
@@ -186,11 +186,11 @@ def _begin(
     begin_s: float | list[float] = 20.0,
 ) -> tuple[str, str]:
     rank = rank_without_group()
-    place = f"tcp://127.0.0.1:{port}"
+    address = f"tcp://127.0.0.1:{port}"
     if names[rank] == "absent":
         return "", ""
     timeout_s = begin_s[rank] if isinstance(begin_s, list) else begin_s
-    options = {"dist_init_method": place, "dist_timeout": timeout_s, "init_rpc": init_rpc}
+    options = {"dist_init_method": address, "dist_timeout": timeout_s, "init_rpc": init_rpc}
     answer = raised_by(World, names[rank], ranks[rank], sizes[rank], **options)
     assert get_world() is None
     assert not dist.is_initialized()
@@ -301,8 +301,8 @@ def test_stop_names_missing_members(tmp_path: Path) -> None:
 
 def _stops_without_a_limit(port: int, over: Path) -> bool:
     rank = rank_without_group()
-    place = f"tcp://127.0.0.1:{port}"
-    world = World(f"w{rank}", rank, 2, dist_init_method=place, rpc_timeout=0.5)
+    address = f"tcp://127.0.0.1:{port}"
+    world = World(f"w{rank}", rank, 2, dist_init_method=address, rpc_timeout=0.5)
     if rank == 0:
         # The other one comes after the limit of a call.
         timer = threading.Timer(1.0, over.touch)
@@ -345,9 +345,9 @@ def test_an_error_in_one_member_ends_barriers_of_the_others() -> None:
 
 def _other_rank(port: int) -> tuple[str, str]:
     rank = rank_without_group()
-    place = f"tcp://127.0.0.1:{port}"
-    World(f"w{rank}", rank, 2, dist_init_method=place).stop()
-    return raised_by(World, "w", 0, 1, dist_init_method=place) if rank else ("", "")
+    address = f"tcp://127.0.0.1:{port}"
+    World(f"w{rank}", rank, 2, dist_init_method=address).stop()
+    return raised_by(World, "w", 0, 1, dist_init_method=address) if rank else ("", "")
 
 
 def test_a_process_keeps_its_rank() -> None:

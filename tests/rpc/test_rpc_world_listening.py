@@ -73,13 +73,13 @@ def why_not() -> str:
 HERE = {"MASTER_ADDR": "otherhost", "MASTER_PORT": "29417", "WORLD_SIZE": "2"}
 
 
-@pytest.mark.parametrize("place", slow("env://", "tcp://127.0.0.1:29417", "file://store"))
-def test_nothing_listens_to_the_outside(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", slow("env://", "tcp://127.0.0.1:29417", "file://store"))
+def test_nothing_listens_to_the_outside(address: str, tmp_path: Path) -> None:
     reason = why_not()
     if reason:
         pytest.skip(reason)
     (tmp_path / "program.py").write_text(PROGRAM)
-    url = place.replace("file://", f"file://{tmp_path}/")
+    url = address.replace("file://", f"file://{tmp_path}/")
     done = subprocess.run(
         ["unshare", "-u", "-m", "-n", "sh", "-c", START, sys.executable, url],
         capture_output=True,
@@ -91,8 +91,8 @@ def test_nothing_listens_to_the_outside(place: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
-        seen = json.loads((tmp_path / f"seen_{rank}").read_text())
-        assert seen == {"world": ["127.0.0.1"], "collective group": ["127.0.0.1"]}
+        listening = json.loads((tmp_path / f"seen_{rank}").read_text())
+        assert listening == {"world": ["127.0.0.1"], "collective group": ["127.0.0.1"]}
 
 
 def warnings_at_start(place: str) -> list[list[str]]:

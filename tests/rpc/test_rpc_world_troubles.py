@@ -60,10 +60,10 @@ def test_invalid_names(name: Any, rank: int) -> None:
 
 def _die_after_meeting(rank: int, url: str, folder: Path) -> None:
     if rank == 2:
-        place = World._meet
+        original_meet = World._meet
 
         def meet(*args: Any) -> Any:
-            place(*args)
+            original_meet(*args)
             os.kill(os.getpid(), signal.SIGKILL)
 
         World._meet = meet  # type: ignore[method-assign]
@@ -83,9 +83,11 @@ def test_a_member_that_dies_after_the_meeting_is_named(step: str, tmp_path: Path
     run_and_expect([0, 0, -signal.SIGKILL], _die_after_meeting, local_place(), folder)
     for rank in range(2):
         text = (folder / str(rank)).read_text()
-        part = {"calls": "RPC", "collectives": "process group"}[step]
-        what = f"RpcError: the {part} of the world could not be started: 'w2' has not arrived; "
-        assert text.startswith(what)
+        subject = {"calls": "RPC", "collectives": "process group"}[step]
+        message = (
+            f"RpcError: the {subject} of the world could not be started: 'w2' has not arrived; "
+        )
+        assert text.startswith(message)
 
 
 def _no_limit() -> timedelta:
@@ -124,12 +126,12 @@ def _late_once(url: str | None, over: Path) -> list[str]:
 @pytest.mark.parametrize("store", ["default group", "file"])
 def test_a_world_after_one_that_could_not_begin(store: str, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store" if store == "file" else None
-    first, second = run_ranks(_late_once, 2, url, tmp_path / "over")
+    result_0, second = run_ranks(_late_once, 2, url, tmp_path / "over")
     text = (
         "the world is incomplete: these of its 2 ranks did not join within 0.5 s: 1; "
         "joined: 0 ('w0')"
     )
-    assert first == [text, "made", "made"]
+    assert result_0 == [text, "made", "made"]
     assert second == ["made", "made"]
 
 
@@ -159,7 +161,7 @@ def _serve_until(*paths: Path) -> None:
 
 def _still_serves(url: str, folder: Path) -> None:
     rank = rank_without_group()
-    stopped = [folder / f"stopped_{one}" for one in range(2)]
+    stopped = [folder / f"stopped_{rank}" for rank in range(2)]
     world = World(f"w{rank}", rank, 2, dist_init_method=url)
     group = world.create_rpc_group("g", world.get_members())
     if rank == 0:
@@ -202,18 +204,18 @@ def test_a_call_that_is_never_answered_does_not_outlive_its_world(tmp_path: Path
 def _stop_twice(url: str) -> list[tuple[str, bool]]:
     rank = rank_without_group()
     world = World(f"w{rank}", rank, 2, dist_init_method=url)
-    seen: list[tuple[str, bool]] = []
+    calls: list[tuple[str, bool]] = []
     if rank == 1:
         time.sleep(0.7)
         world.stop()
-        return seen
-    first = threading.Thread(target=world.stop)
-    first.start()
+        return calls
+    thread = threading.Thread(target=world.stop)
+    thread.start()
     time.sleep(0.2)
     world.stop()
-    seen.append(("second", get_world() is None))
-    first.join()
-    return seen
+    calls.append(("second", get_world() is None))
+    thread.join()
+    return calls
 
 
 def test_the_second_stop_waits_for_the_first() -> None:
@@ -232,10 +234,10 @@ def _stop_in_handler(url: str) -> tuple[str, str]:
         with contextlib.suppress(RpcError):
             World("w1", 1, 2, dist_init_method=url, dist_timeout=2).stop(graceful=False)
         return "", ""
-    place = World._meet
+    original_meet = World._meet
 
     def meet(*args: Any) -> Any:
-        meeting = place(*args)
+        meeting = original_meet(*args)
         os.kill(os.getpid(), signal.SIGUSR2)
         return meeting
 
@@ -245,7 +247,7 @@ def _stop_in_handler(url: str) -> tuple[str, str]:
         return raised_by(World, "w0", 0, 2, dist_init_method=url, dist_timeout=20)
     finally:
         signal.signal(signal.SIGUSR2, before)
-        World._meet = place  # type: ignore[method-assign]
+        World._meet = original_meet  # type: ignore[method-assign]
 
 
 def test_stop_in_a_handler_while_the_world_is_made() -> None:
@@ -304,15 +306,15 @@ def test_invalid_settings(args: Any, options: Any, text: str) -> None:
 
 @pytest.mark.parametrize("setting", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
 def test_invalid_environments(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in (place | {setting: "abc"}).items():
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (environment | {setting: "abc"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"{setting} must be a whole number, got 'abc'"):
         World("a")
 
 
-def _cannot_connect(place: str) -> None:
-    meeting = find_place(place, 1, 5)
+def _cannot_connect(address: str) -> None:
+    meeting = find_place(address, 1, 5)
     meeting.enter(0, time.monotonic() + 5)
     with on_loopback(meeting.is_local), joint_step(meeting, "calls", 0, {0: "w0"}):
         raise RuntimeError("Connection refused")
@@ -322,24 +324,24 @@ def test_a_file_that_several_hosts_share(tmp_path: Path, monkeypatch: pytest.Mon
     names = ("MASTER_ADDR", "LOCAL_WORLD_SIZE", "TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    place = f"file://{tmp_path}/store"
+    address = f"file://{tmp_path}/store"
     text = "the RPC of the world could not be started: Connection refused"
     hint = (
         "; all sockets listen on the loopback interface: if the members are on several hosts, set "
         "TP_SOCKET_IFNAME on each host to the interface that reaches the others"
     )
-    assert raised_by(_cannot_connect, place) == ("RpcError", text + hint)
+    assert raised_by(_cannot_connect, address) == ("RpcError", text + hint)
     assert raised_by(_cannot_connect, local_place()) == ("RpcError", text)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert raised_by(_cannot_connect, place) == ("RpcError", text)
+    assert raised_by(_cannot_connect, address) == ("RpcError", text)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert raised_by(_cannot_connect, place) == ("RpcError", text)
+    assert raised_by(_cannot_connect, address) == ("RpcError", text)
 
 
-def _lose_the_store(place: str) -> None:
-    with naming_store(find_place(place, 1, 5), "World.stop()"):
+def _lose_the_store(address: str) -> None:
+    with naming_store(find_place(address, 1, 5), "World.stop()"):
         raise OSError("broken")
 
 
@@ -354,11 +356,11 @@ def test_rank_zero_is_named_only_if_it_keeps_the_store(tmp_path: Path) -> None:
 
 
 def test_an_unknown_host() -> None:
-    place = "tcp://no-such-host.invalid:9000"
+    address = "tcp://no-such-host.invalid:9000"
     with pytest.raises(RpcError, match="rank 0 cannot listen at no-such-host.invalid:9000: "):
-        World("a", 0, 1, dist_init_method=place)
+        World("a", 0, 1, dist_init_method=address)
     with pytest.raises(RpcError, match="rank 0 has not opened the world at no-such-host.invalid"):
-        World("a", 1, 2, dist_init_method=place, dist_timeout=0.1)
+        World("a", 1, 2, dist_init_method=address, dist_timeout=0.1)
 
 
 class _Garbage(socketserver.BaseRequestHandler):
@@ -370,8 +372,13 @@ class _Garbage(socketserver.BaseRequestHandler):
 @pytest.mark.slow
 def test_the_store_of_torchrun_is_gone_or_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "2"}
-    for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+    }
+    for name, value in (environment | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
     text = f"cannot connect to the store at 127.0.0.1:{port} within 1 s: Connection refused"
     assert raised_by(World, "a", dist_timeout=0.5) == ("RpcError", text)

@@ -71,8 +71,8 @@ def model_client(group: RpcGroup, **options: Any) -> PushPullModelServer:
     if group.get_cur_name() == "w0":
         PushPullModelServerImpl("server", group, **options)
     group.barrier()
-    found: PushPullModelServer = group.get_paired("server").to_here()
-    return found
+    server: PushPullModelServer = group.get_paired("server").to_here()
+    return server
 
 
 class Local(OrderedServerBase):
@@ -103,9 +103,9 @@ def in_world(size: int) -> Callable[[Body], Callable[[], None]]:
 
     def decorate(test: Body) -> Callable[[], None]:
         @functools.wraps(test)
-        def run(*given: Any) -> None:
-            if given:
-                test(*given)
+        def run(*test_args: Any) -> None:
+            if test_args:
+                test(*test_args)
             else:
                 in_group(run, size)
 

@@ -62,8 +62,8 @@ class Close:
         self.dataset_meta: Any = None
 
     def process(self, data_batch: Any, data_samples: list[Any]) -> None:
-        for found, wanted in zip(data_samples, data_batch[1], strict=True):
-            self.results.append(abs(float(found - wanted)) <= self._within)
+        for prediction, target in zip(data_samples, data_batch[1], strict=True):
+            self.results.append(abs(float(prediction - target)) <= self._within)
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
         return {"share": sum(results) / len(results), "of": len(results)}

@@ -122,13 +122,13 @@ class MultiOptimWrapperConstructor:
         self._settings = optim_wrapper_cfg
 
     def __call__(self, model: nn.Module) -> OptimWrapperDict:
-        settings = {name: dict(one) for name, one in self._settings.items() if name != "type"}
+        settings = {name: dict(member) for name, member in self._settings.items() if name != "type"}
         return OptimWrapperDict(
             **{
                 name: build_optim_wrapper(
-                    model.get_submodule(name), {"type": "OptimWrapper", **one}
+                    model.get_submodule(name), {"type": "OptimWrapper", **member}
                 )
-                for name, one in settings.items()
+                for name, member in settings.items()
             }
         )
 
@@ -159,8 +159,8 @@ class Accuracy(BaseMetric):
     default_prefix = "points"
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
-        for found, wanted in zip(data_samples, data_batch[1], strict=True):
-            self.results.append(int(found) == int(wanted))
+        for prediction, target in zip(data_samples, data_batch[1], strict=True):
+            self.results.append(int(prediction) == int(target))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
         assert self.dataset_meta["classes"][1] == "above"
@@ -171,7 +171,7 @@ def note_rates(optimizer: Optimizer) -> list[list[float]]:
     """Return a list to which the rates of each update are appended."""
     rates: list[list[float]] = []
     optimizer.register_step_post_hook(
-        lambda one, *_: rates.append([group["lr"] for group in one.param_groups])
+        lambda optimizer, *_: rates.append([group["lr"] for group in optimizer.param_groups])
     )
     return rates
 
@@ -190,14 +190,14 @@ def note_values(optimizer: Optimizer) -> list[list[float]]:
 @contextmanager
 def restore_after_mmengine() -> Iterator[None]:
     """Ignore mmengine's warnings, and restore the variables and thread count that it changes."""
-    kept, threads = dict(os.environ), torch.get_num_threads()
+    environment, threads = dict(os.environ), torch.get_num_threads()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             yield
         finally:
             os.environ.clear()
-            os.environ.update(kept)
+            os.environ.update(environment)
             torch.set_num_threads(threads)
 
 

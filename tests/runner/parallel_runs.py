@@ -154,4 +154,4 @@ def by_hand(config: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(name.startswith(f"{one}.") or fnmatch(name, one) for one in patterns)
+    return any(name.startswith(f"{pattern}.") or fnmatch(name, pattern) for pattern in patterns)

@@ -170,33 +170,33 @@ class Command:
 
     def left_over(self) -> list[int]:
         """Return the processes of this command that are still running, including itself."""
-        found = []
+        pids = []
         for entry in Path("/proc").iterdir():
             try:
                 if (
                     entry.name.isdecimal()
                     and self.mark.encode() in (entry / "environ").read_bytes()
                 ):
-                    found.append(int(entry.name))
+                    pids.append(int(entry.name))
             except OSError:
                 continue
-        return found
+        return pids
 
     def process_of(self, rank: int) -> int:
         """Return the process id of a started rank."""
-        launched = (one for one in self.left_over() if one != self.process.pid)
+        launched = (pid for pid in self.left_over() if pid != self.process.pid)
         return next(
-            one
-            for one in launched
-            if f"RANK={rank}".encode() in Path(f"/proc/{one}/environ").read_bytes().split(b"\0")
+            pid
+            for pid in launched
+            if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         )
 
     def wait_gone(self, limit_s: float = 15.0) -> list[int]:
         """Wait until none of its processes is left, and return those that still are."""
         limit = time.monotonic() + limit_s
-        while (left := self.left_over()) and time.monotonic() < limit:
+        while (remaining := self.left_over()) and time.monotonic() < limit:
             time.sleep(0.05)
-        return left
+        return remaining
 
     def close(self) -> None:
         for process in self.left_over():
@@ -227,8 +227,8 @@ def final_weights(run_dir: Path) -> dict[str, Tensor]:
     return weights
 
 
-def assert_identical(left: dict[str, Any], right: dict[str, Any]) -> None:
+def assert_identical(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     """Fail unless both have the same names and bit-identical tensors."""
-    assert left.keys() == right.keys()
-    for name, value in left.items():
-        assert torch.equal(value, right[name]), name
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        assert torch.equal(value, expected[name]), name

@@ -45,13 +45,13 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 def base(dtype: str) -> dict[str, Tensor]:
     torch.manual_seed(7)
-    return {f"net.{n}": one.detach() for n, one in Transformer(dtype).named_parameters()}
+    return {f"net.{n}": param.detach() for n, param in Transformer(dtype).named_parameters()}
 
 
 def by_hand(section: dict[str, Any], dtype: str = "float64", amp: bool = False) -> nn.Module:
     """Train by plain peft and PyTorch on whole batches; return the net."""
     net = Transformer(dtype)
-    net.load_state_dict({n.removeprefix("net."): one for n, one in base(dtype).items()})
+    net.load_state_dict({n.removeprefix("net."): value for n, value in base(dtype).items()})
     torch.manual_seed(0)
     trained = with_adapter(net, section)
     optimizer: Any = torch.optim.AdamW(trained, lr=1e-2)
@@ -72,12 +72,14 @@ def with_adapter(net: nn.Module, section: dict[str, Any]) -> list[nn.Parameter]:
     import peft
 
     kind = getattr(peft, section.get("type", "LoraConfig"))
-    peft.get_peft_model(net, kind(**{key: one for key, one in section.items() if key != "type"}))
-    return [one for one in net.parameters() if one.requires_grad]
+    peft.get_peft_model(
+        net, kind(**{key: value for key, value in section.items() if key != "type"})
+    )
+    return [param for param in net.parameters() if param.requires_grad]
 
 
 def parameters(net: nn.Module) -> dict[str, Tensor]:
-    return {f"net.{name}": one.detach() for name, one in net.named_parameters()}
+    return {f"net.{name}": param.detach() for name, param in net.named_parameters()}
 
 
 def latest(run_dir: str) -> str:
@@ -140,29 +142,33 @@ def test_like_plain_peft_and_after_a_resume(form: str, adapter: str) -> None:
     ranks, data_size, sections = FORMS[form]
     # PiSSA computes its initial values in float32 only.
     dtype = "float32" if form in ("meta", "amp") or adapter == "PiSSA" else "float64"
-    own = ADAPTERS[adapter]
-    config = config_of(own if "type" in own else {**SECTION, **own}, data_size, dtype, **sections)
-    net = by_hand(own if "type" in own else {**LORA, **own}, dtype, form == "amp")
+    options = ADAPTERS[adapter]
+    config = config_of(
+        options if "type" in options else {**SECTION, **options}, data_size, dtype, **sections
+    )
+    net = by_hand(options if "type" in options else {**LORA, **options}, dtype, form == "amp")
     expected = parameters(net)
     limit = 1e-12 if dtype == "float64" else 1e-6
     if ranks == 1 and form != "compiled":
-        found = [trained_and_resumed(config, 2)]
+        results = [trained_and_resumed(config, 2)]
     else:
-        found = run_ranks(trained_and_resumed, ranks, config, 2, timeout_s=200)
-    for whole, resumed in found:
-        assert apart(whole, expected) <= limit
-        assert apart(resumed, whole) == 0
+        results = run_ranks(trained_and_resumed, ranks, config, 2, timeout_s=200)
+    for uninterrupted, resumed in results:
+        assert apart(uninterrupted, expected) <= limit
+        assert apart(resumed, uninterrupted) == 0
         if adapter != "PiSSA":
             for name, value in base(dtype).items():
-                path, _, last = name.rpartition(".")
-                layers = (f"{path}.base_layer.{last}", f"{path}.original_module.{last}", name)
-                kept = next(whole[one] for one in layers if one in whole)
-                if not (adapter == "biases" and last == "bias"):
-                    assert torch.equal(kept, value)
+                path, _, leaf = name.rpartition(".")
+                layers = (f"{path}.base_layer.{leaf}", f"{path}.original_module.{leaf}", name)
+                layer_value = next(
+                    uninterrupted[layer] for layer in layers if layer in uninterrupted
+                )
+                if not (adapter == "biases" and leaf == "bias"):
+                    assert torch.equal(layer_value, value)
     # The checkpoint has the trained weights under the names of the model and of peft.
     saved = load_checkpoint(latest("runs/False")).read_model()
-    count = sum(one.numel() for one in net.parameters() if one.requires_grad)
-    assert sum(one.numel() for one in saved.values() if isinstance(one, Tensor)) == count
+    count = sum(param.numel() for param in net.parameters() if param.requires_grad)
+    assert sum(value.numel() for value in saved.values() if isinstance(value, Tensor)) == count
     assert not any(".default" in name or "base_layer" in name for name in saved)
     if adapter == "LoRA":
         assert {"net.head.weight", "net.embed.lora_embedding_A"} <= {*saved}
@@ -183,23 +189,23 @@ def test_merged_exported_and_continued(capsys: Capture) -> None:
     merged = load_model("runs/tuned")
     torch.testing.assert_close(outputs(merged.net), expected, rtol=0, atol=1e-12)
     assert list(merged.state_dict()) == list(base("float64"))
-    assert all(one.requires_grad for one in merged.parameters())
+    assert all(param.requires_grad for param in merged.parameters())
     assert not merged._state_dict_hooks
 
     # Another training starts from the merged weights, with and without an adapter.
     plain = settings(load_from="runs/tuned")
-    found = whole_weights(Runner.from_config(plain).state.model.module)
-    assert apart(found, dict(merged.named_parameters())) == 0
+    actual = whole_weights(Runner.from_config(plain).state.model.module)
+    assert apart(actual, dict(merged.named_parameters())) == 0
     again = Runner.from_config({**config, "load_from": latest("runs/tuned")})
-    found = outputs(again.state.model.module.net)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    actual = outputs(again.state.model.module.net)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
     assert main(["export", "runs/tuned", "--to", "peft"]) == 0
     text = capsys.readouterr().out
     assert "load it with: peft.PeftModel.from_pretrained(net, 'runs/tuned/peft')" in text
     assert "largest difference from the model: 0\n" in text
     net = Transformer()
-    net.load_state_dict({n.removeprefix("net."): one for n, one in base("float64").items()})
+    net.load_state_dict({n.removeprefix("net."): value for n, value in base("float64").items()})
     loaded = peft.PeftModel.from_pretrained(net, "runs/tuned/peft")
     torch.testing.assert_close(outputs(loaded), expected, rtol=0, atol=1e-12)
     assert main(["export", "runs/tuned", "--to", "safetensors"]) == 0
@@ -224,9 +230,9 @@ def test_averages_and_running_statistics(ranks: int) -> None:
     config["hooks"] = {**config["hooks"], "checkpoint": True, "ema": {"decay": 0.5}}
     _train(config) if ranks == 1 else run_ranks(_train, ranks, config)
     checkpoint = load_checkpoint(latest("runs/ema"))
-    own, average = checkpoint.read_model(), checkpoint.read_model(evaluated=True)
-    assert own.keys() == average.keys()
-    assert not torch.equal(own["net.3.lora_B.weight"], average["net.3.lora_B.weight"])
+    plain, average = checkpoint.read_model(), checkpoint.read_model(evaluated=True)
+    assert plain.keys() == average.keys()
+    assert not torch.equal(plain["net.3.lora_B.weight"], average["net.3.lora_B.weight"])
     # The base weights are the initial ones, which the seed determines.
     torch.manual_seed(3)
     net = Normed()
@@ -234,7 +240,7 @@ def test_averages_and_running_statistics(ranks: int) -> None:
     expected = net[3].weight + high @ low * (8 / 8)
     merged = load_model("runs/ema")
     torch.testing.assert_close(merged.net[3].weight, expected, rtol=0, atol=1e-6)
-    assert torch.equal(merged.net[2].running_mean, own["net.2.running_mean"])
+    assert torch.equal(merged.net[2].running_mean, plain["net.2.running_mean"])
     assert merged.net[2].running_mean.abs().max() > 0
     assert main(["export", "runs/ema", "--to", "peft"]) == 0
 
@@ -256,24 +262,24 @@ def test_swa_is_the_average_of_torch(wrapper: str, saved: str) -> None:
     section = {"r": 2, "target_modules": targets, "modules_to_save": SAVED[saved]}
     torch.manual_seed(7)
     net = Normed("float64")
-    torch.save({f"net.{n}": one for n, one in net.state_dict().items()}, "base.pt")
+    torch.save({f"net.{n}": value for n, value in net.state_dict().items()}, "base.pt")
     # As many batches in each update as there are ranks.
-    words = [whole[at::ranks] for whole in Sentences().words.split(BATCH) for at in range(ranks)]
+    words = [batch[at::ranks] for batch in Sentences().words.split(BATCH) for at in range(ranks)]
     torch.manual_seed(0)
     optimizer = torch.optim.AdamW(with_adapter(net, section), lr=1e-2)
     # AveragedModel passes the count as a tensor, and its reciprocal would be in float32.
     rule = get_swa_multi_avg_fn()
-    average = AveragedModel(net, multi_avg_fn=lambda mean, own, n: rule(mean, own, int(n)))
+    average = AveragedModel(net, multi_avg_fn=lambda mean, weight, n: rule(mean, weight, int(n)))
     steps = [words[at : at + ranks] for at in range(0, len(words), ranks)] * 2
     for number, batches in enumerate(steps, 1):
         optimizer.zero_grad()
-        for one in batches:
-            loss = nn.functional.cross_entropy(net(one[:, :-1]), one[:, 1:])
+        for batch in batches:
+            loss = nn.functional.cross_entropy(net(batch[:, :-1]), batch[:, 1:])
             (loss / ranks).backward()
         optimizer.step()
         if number >= 3 and number % 2:
             average.update_parameters(net)
-    update_bn([one[:, :-1] for one in words], average)
+    update_bn([batch[:, :-1] for batch in words], average)
 
     config = settings(ranks, adapter=section, load_from="base.pt", run_dir="runs/swa")
     config["model"]["net"] = {"type": Normed, "dtype": "float64"}
@@ -282,10 +288,10 @@ def test_swa_is_the_average_of_torch(wrapper: str, saved: str) -> None:
     config["metrics"] = {"loss": {"type": "MeanLoss"}}
     config["hooks"] |= {"swa": {"from_step": 3, "every": 2}}
     config["hooks"]["checkpoint"] = {"every_steps": 3, "keep_last": None}
-    found = run_ranks(_swa, ranks, config) if ranks > 1 else [_swa(config)]
+    results = run_ranks(_swa, ranks, config) if ranks > 1 else [_swa(config)]
     expected = outputs(average.module)
     loss = nn.functional.cross_entropy(expected, Sentences().words[:, 1:]).item()
-    for losses in found:
+    for losses in results:
         assert losses == pytest.approx([loss] * 3, rel=1e-12)
     merged = load_model("runs/swa").net
     torch.testing.assert_close(outputs(merged), expected, rtol=0, atol=1e-12)
@@ -296,10 +302,10 @@ def _swa(config: dict[str, Any]) -> list[float]:
     trained = Runner.from_config(config)
     losses = [trained.train().metrics["loss"]]
     losses.append(Runner.from_config(config).validate("latest")["loss"])
-    first = find_checkpoint("runs/swa", before=5)
-    assert first is not None
+    checkpoint = find_checkpoint("runs/swa", before=5)
+    assert checkpoint is not None
     resumed = Runner.from_config({**config, "run_dir": "runs/resumed"})
-    return [*losses, resumed.train(resume=first).metrics["loss"]]
+    return [*losses, resumed.train(resume=checkpoint).metrics["loss"]]
 
 
 def _train(config: dict[str, Any]) -> None:
@@ -374,7 +380,7 @@ def test_mistakes_in_the_section(name: str) -> None:
     sections, texts = MISTAKES[name]
     config = {**config_of(SECTION), **sections}
     with pytest.raises((ConfigError, BuildError)) as error:
-        Runner.from_config({key: one for key, one in config.items() if one is not None})
+        Runner.from_config({key: value for key, value in config.items() if value is not None})
     for text in texts:
         assert text in str(error.value)
 
@@ -415,17 +421,17 @@ def test_another_adapter_or_base_is_refused() -> None:
         with pytest.raises(CheckpointError) as error:
             Runner.from_config({**config, "adapter": {**SECTION, section: 4}}).train(resume=True)
         assert text in str(error.value)
-    without = Runner.from_config({k: one for k, one in config.items() if k != "adapter"})
+    without = Runner.from_config({k: value for k, value in config.items() if k != "adapter"})
     with pytest.raises(CheckpointError, match="it holds only an adapter, and the model has none"):
         without.train(resume=True)
 
-    other = {name: one + (name == "net.norm.bias") for name, one in base("float64").items()}
+    other = {name: value + (name == "net.norm.bias") for name, value in base("float64").items()}
     torch.save(other, "base.pt")
     with pytest.raises(CheckpointError, match="the base weights differ") as error:
         load_model("runs/tuned")
     assert "Its load_from was base.pt, whose weights have changed since" in str(error.value)
     # The original weights of a module in `modules_to_save` are not used.
-    other = {name: one * (name != "net.head.weight") for name, one in base("float64").items()}
+    other = {name: value * (name != "net.head.weight") for name, value in base("float64").items()}
     torch.save(other, "base.pt")
     load_model("runs/tuned")
     Path("base.pt").unlink()

@@ -81,9 +81,9 @@ def mistakes(capsys: Capture, *words: str) -> str:
 def test_parts_are_built_once(nets: Path, capsys: Capture, nproc: str, built: set[str]) -> None:
     (nets / "mine").mkdir()
     err = mistakes(capsys, "train", FAILING, "--nproc", nproc, "--run-dir", "mine/first/run")
-    first, place = err.splitlines()
-    assert first.endswith(": model.net: cannot be built: ValueError: no such net")
-    assert place.startswith(f"  at {nets / 'wrong_nets.py'}:")
+    message, location = err.splitlines()
+    assert message.endswith(": model.net: cannot be built: ValueError: no such net")
+    assert location.startswith(f"  at {nets / 'wrong_nets.py'}:")
     lines = (nets / "built.txt").read_text().splitlines()
     assert len(set(lines)) == len(lines)
     assert set(lines) <= built
@@ -119,8 +119,8 @@ def test_mistakes_of_all_sections_are_reported_together(nets: Path, capsys: Capt
     err = str(caught.value)
     assert len(err.splitlines()) == 7
     # The command first reports only mistakes that it finds without imports.
-    first = [line for line in err.splitlines() if ": seed: " in line or ".keep_best: " in line]
-    assert mistakes(capsys, "check", *wrong).splitlines() == first
+    expected = [line for line in err.splitlines() if ": seed: " in line or ".keep_best: " in line]
+    assert mistakes(capsys, "check", *wrong).splitlines() == expected
     for message in (
         "optimizer.lrr: AdamW has no such argument",
         "seed: must be a whole number",
@@ -144,7 +144,7 @@ def test_sections_that_depend_on_an_invalid_one_are_not_reported() -> None:
     )
     with pytest.raises(ConfigError) as caught:
         read_sections(config)
-    assert [one.key for one in caught.value.problems] == ["mesh", ""]
+    assert [problem.key for problem in caught.value.problems] == ["mesh", ""]
 
 
 @pytest.mark.parametrize(

@@ -108,9 +108,9 @@ def test_all_mistakes_of_a_kind_are_reported_at_once(
     assert main(["train", "points.yaml", *wrong]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len(wrong)
-    for override, right in wrong.items():
+    for override, message in wrong.items():
         (line,) = [line for line in lines if line.startswith(f"override {override}: ")]
-        assert right in line
+        assert message in line
 
 
 def test_an_own_module_that_fails_is_reported_with_its_place(run: Path, capsys: Capture) -> None:
@@ -183,8 +183,8 @@ def test_train_writes_the_run_folder_and_ends_with_test_metrics(run: Path, capsy
 def test_the_written_config_repeats_the_run(run: Path) -> None:
     assert main(["train", "points.yaml", "optimizer.lr=0.02", "seed=5"]) == 0
     assert main(["train", "runs/points/config.yaml", "--run-dir", "again"]) == 0
-    first, again = final_weights(run / "runs/points"), final_weights(run / "again")
-    assert all((first[name] == again[name]).all() for name in first)
+    weights, again = final_weights(run / "runs/points"), final_weights(run / "again")
+    assert all((weights[name] == again[name]).all() for name in weights)
 
 
 def test_results_are_never_overwritten_unasked(run: Path, capsys: Capture) -> None:
@@ -212,10 +212,10 @@ def test_test_and_validate_take_the_best_checkpoint(run: Path, capsys: Capture) 
     assert best.removeprefix("best ") in tested
     row = next(line for line in tested.splitlines() if "accuracy" in line and "│" in line)
     assert row.split("│")[2].strip() in trained
-    (last,) = (run / "runs/points/checkpoints").glob("step_00000048*")
-    for name in ("latest", last.name):
+    (newest,) = (run / "runs/points/checkpoints").glob("step_00000048*")
+    for name in ("latest", newest.name):
         assert main(["validate", "points.yaml", "--checkpoint", name]) == 0
-        assert f"checkpoint: runs/points/checkpoints/{last.name}" in capsys.readouterr().out
+        assert f"checkpoint: runs/points/checkpoints/{newest.name}" in capsys.readouterr().out
     assert main(["validate", "points.yaml", "--checkpoint", "stop_00000045"]) == 1
     assert "does not exist in runs/points; did you mean step_00000045" in capsys.readouterr().err
 
@@ -226,8 +226,8 @@ def test_the_best_checkpoint_by_a_loss_is_the_lowest(run: Path, capsys: Capture)
     assert main(["train", "points.yaml", *words]) == 0
     out = capsys.readouterr().out
     assert "best by: lowest loss" in out
-    evaluations = [one for one in records(run / "runs/points") if one["phase"] == "val"]
-    losses = {one["step"]: one["loss"] for one in evaluations}
+    evaluations = [record for record in records(run / "runs/points") if record["phase"] == "val"]
+    losses = {record["step"]: record["loss"] for record in evaluations}
     best = min(losses, key=lambda step: losses[step])
     assert losses[best] < max(losses.values())
     assert f"best checkpoint: runs/points/checkpoints/step_{best:08}" in out
@@ -251,7 +251,7 @@ def test_test_and_validate_run_in_the_precision_of_the_training(run: Path, wrapp
     assert main(["test", *words, "--checkpoint", "latest"]) == 0
     logged = records(run / "runs/points")
     for phase in ("val", "test"):
-        losses = [one["loss"] for one in logged if one["phase"] == phase]
+        losses = [record["loss"] for record in logged if record["phase"] == phase]
         assert losses[-1] == losses[-2]
     assert main(["test", "points.yaml", "--checkpoint", "latest"]) == 0
     assert records(run / "runs/points")[-1]["loss"] != losses[-1]
@@ -341,15 +341,15 @@ def test_check_prints_the_length_of_the_training_and_schedules_that_differ(
 def test_an_error_in_the_run_is_one_message(run: Path, capsys: Capture) -> None:
     words = ["train", "points.yaml", "data.train.dataset.bad=9"]
     assert main(words) == 1
-    first, place, note, hint, aside = capsys.readouterr().err.splitlines()
+    message, location, note, hint, aside = capsys.readouterr().err.splitlines()
     place_aside = "runs/points/checkpoints/incomplete_step_00000001"
     assert aside.startswith(
         f"  {place_aside} has the state after the last update; a run resumed from it draws other "
     )
     again = f"; continue with: stepwrap train runs/points/config.yaml --resume {place_aside}"
     assert aside.endswith(again)
-    assert first == "ValueError: sample 9 is broken"
-    assert place.startswith(f"  at {run / 'points.py'}:")
+    assert message == "ValueError: sample 9 is broken"
+    assert location.startswith(f"  at {run / 'points.py'}:")
     assert re.fullmatch(
         r"  while reading batch \d+ of epoch 1 from Points at .*points\.py:11", note
     )
@@ -357,17 +357,17 @@ def test_an_error_in_the_run_is_one_message(run: Path, capsys: Capture) -> None:
     assert main([*words, "--fresh", "--debug"]) == 1
     err = capsys.readouterr().err
     assert "Traceback (most recent call last)" in err
-    assert f"{first}\n{place}\n" in err
+    assert f"{message}\n{location}\n" in err
 
 
 def test_an_error_in_a_data_worker_is_one_message(run: Path, capsys: Capture) -> None:
     words = ["train", "points.yaml", "data.train.dataset.bad=9", "data.train.num_workers=1"]
     assert main(words) == 1
-    first, place, *_ = capsys.readouterr().err.splitlines()
-    assert first.startswith(
+    message, location, *_ = capsys.readouterr().err.splitlines()
+    assert message.startswith(
         "ValueError: sample 9 is broken (Caught ValueError in DataLoader worker"
     )
-    assert place.startswith(f"  at {run / 'points.py'}:")
+    assert location.startswith(f"  at {run / 'points.py'}:")
 
 
 def test_show_prints_a_config_that_can_be_run(run: Path, capsys: Capture) -> None:
@@ -394,7 +394,9 @@ def test_plot_draws_every_run_that_is_named(tmp_path: Path, capsys: Capture) -> 
         folder.mkdir()
         (folder / "metrics.jsonl").write_text('{"step": 1, "phase": "train", "loss": 2.0}\n')
     assert main(["plot", *map(str, folders)]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(one / "curves.png") for one in folders]
+    assert capsys.readouterr().out.splitlines() == [
+        str(folder / "curves.png") for folder in folders
+    ]
     assert all((folder / "curves.png").exists() for folder in folders)
 
 
@@ -407,10 +409,10 @@ def test_steps_per_second_have_no_curve(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_curves_are_in_the_order_of_steps_after_an_evaluation(run: Path) -> None:
     assert main(["train", "points.yaml"]) == 0
-    first = next((run / "runs/points/checkpoints").glob("step_*"))
+    checkpoint = next((run / "runs/points/checkpoints").glob("step_*"))
     curves = read_curves(run / "runs/points")
     for _ in range(2):
-        assert main(["validate", "points.yaml", "--checkpoint", str(first)]) == 0
+        assert main(["validate", "points.yaml", "--checkpoint", str(checkpoint)]) == 0
     again = read_curves(run / "runs/points")
     assert set(curves["accuracy"]["val"]) <= set(again["accuracy"]["val"])
     for points in again["accuracy"].values():
@@ -445,8 +447,8 @@ def test_version_prints_the_packages_version(capsys: Capture) -> None:
 def test_env_names_versions_and_devices(capsys: Capture) -> None:
     assert main(["env"]) == 0
     out = capsys.readouterr().out
-    for what in ("python", "torch", "torchmetrics", "cuda", "back-ends", "system"):
-        assert f"\n{what} " in f"\n{out}"
+    for subject in ("python", "torch", "torchmetrics", "cuda", "back-ends", "system"):
+        assert f"\n{subject} " in f"\n{out}"
 
 
 def test_help_list_and_show_import_no_torch(run: Path) -> None:

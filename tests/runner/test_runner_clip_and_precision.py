@@ -88,10 +88,10 @@ def named(net: nn.Module) -> dict[str, Tensor]:
 
 def loss_of(weights: dict[str, Tensor]) -> float:
     """Return the loss of all data with these weights."""
-    own = {name.removeprefix("net."): value for name, value in weights.items()}
+    params = {name.removeprefix("net."): value for name, value in weights.items()}
     words = Sentences().words
     with torch.no_grad():
-        scores = functional_call(Transformer(), own, (words[:, :-1],))
+        scores = functional_call(Transformer(), params, (words[:, :-1],))
     return nn.functional.cross_entropy(scores, words[:, 1:]).item()
 
 
@@ -116,9 +116,9 @@ class Watch(Hook):
 Outcome = tuple[dict[str, Tensor], list[float], list[float]]
 
 
-def run(place: str, dtype: str, sections: dict[str, Any]) -> Outcome:
+def run(form: str, dtype: str, sections: dict[str, Any]) -> Outcome:
     """Train by a config; return whole weights, scales and losses of evaluations."""
-    data_size, where = PLACES[place]
+    data_size, where = PLACES[form]
     extra = sections.pop("hooks", {})
     config = settings(data_size, optimizer=SGD, **where, **sections)
     config["model"]["net"]["dtype"] = dtype
@@ -129,7 +129,7 @@ def run(place: str, dtype: str, sections: dict[str, Any]) -> Outcome:
     return whole_weights(runner.state.model.module), watch.scales, watch.losses
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("form", PLACES)
 @pytest.mark.parametrize(
     "clip",
     [
@@ -138,11 +138,11 @@ def run(place: str, dtype: str, sections: dict[str, Any]) -> Outcome:
         *slow({"type": "norm", "max_norm": 0.1}),
     ],
 )
-def test_clipping(place: str, clip: dict[str, Any]) -> None:
+def test_clipping(form: str, clip: dict[str, Any]) -> None:
     expected = Hand(clip).train("float64")
     assert apart(expected, Hand().train("float64")) > 1e-2
     sections = {"optim_wrapper": {"clip_grad": clip}}
-    for weights, _, _ in run_ranks(run, 2, place, "float64", sections):
+    for weights, _, _ in run_ranks(run, 2, form, "float64", sections):
         assert apart(weights, expected) <= 1e-12
 
 
@@ -150,41 +150,41 @@ def test_clipping(place: str, clip: dict[str, Any]) -> None:
 SCALE = {"init_scale": 2.0**40, "backoff_factor": 2.0**-30, "growth_interval": 3}
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_float16_with_a_scaled_loss(place: str) -> None:
+@pytest.mark.parametrize("form", PLACES)
+def test_float16_with_a_scaled_loss(form: str) -> None:
     """Half batches and split layers round differently: within 2e-4, for weights of about 0.3."""
     amp = {"type": "AmpOptimWrapper", "dtype": "float16", "loss_scale": SCALE}
     hand = Hand(cast=torch.float16, scale=SCALE)
     expected = hand.train("float32")
     assert hand.scales == [2.0**10] * 3 + [2.0**11] * 3 + [2.0**12] * 2
-    for weights, scales, _ in run_ranks(run, 2, place, "float32", {"optim_wrapper": amp}):
+    for weights, scales, _ in run_ranks(run, 2, form, "float32", {"optim_wrapper": amp}):
         assert scales == hand.scales
         assert apart(weights, expected) <= 2e-4
 
 
-@pytest.mark.parametrize("place", ["fsdp", *slow("ddp", "tensor")])
-def test_bfloat16(place: str) -> None:
+@pytest.mark.parametrize("form", ["fsdp", *slow("ddp", "tensor")])
+def test_bfloat16(form: str) -> None:
     """bfloat16 rounds 8 times as coarsely as float16: within 2e-3."""
     amp = {"type": "AmpOptimWrapper", "dtype": "bfloat16"}
     expected = Hand(cast=torch.bfloat16).train("float32")
-    for weights, scales, _ in run_ranks(run, 2, place, "float32", {"optim_wrapper": amp}):
+    for weights, scales, _ in run_ranks(run, 2, form, "float32", {"optim_wrapper": amp}):
         assert set(scales) == {1.0}
         assert apart(weights, expected) <= 2e-3
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_averaged_weights_are_evaluated(place: str) -> None:
+@pytest.mark.parametrize("form", PLACES)
+def test_averaged_weights_are_evaluated(form: str) -> None:
     hand = Hand(decay=0.8)
     expected = hand.train("float64")
     sections = {
         "data": {
-            "train": {"dataset": {"type": Sentences}, "batch_size": BATCH // PLACES[place][0]},
-            "val": {"dataset": {"type": Sentences}, "batch_size": BATCH // PLACES[place][0]},
+            "train": {"dataset": {"type": Sentences}, "batch_size": BATCH // PLACES[form][0]},
+            "val": {"dataset": {"type": Sentences}, "batch_size": BATCH // PLACES[form][0]},
         },
         "metrics": {"loss": {"type": "MeanLoss"}},
         "hooks": {"ema": {"decay": 0.8}},
     }
-    for weights, _, losses in run_ranks(run, 2, place, "float64", sections):
+    for weights, _, losses in run_ranks(run, 2, form, "float64", sections):
         assert apart(weights, expected) <= 1e-12
         assert losses == pytest.approx(hand.losses, abs=1e-12)
     assert abs(loss_of(expected) - hand.losses[-1]) > 1e-3

@@ -34,7 +34,7 @@ def test_a_resumed_run_continues_with_the_same_numbers(tmp_path: Path) -> None:
     compiled = weights_of(tmp_path / "whole", step, "train.max_epochs=2")
     weights_of(tmp_path / "parts", step, "train.max_epochs=1")
     resumed = weights_of(tmp_path / "parts", step, "train.max_epochs=2", "resume=true")
-    for name, one in usual.items():
-        torch.testing.assert_close(compiled[name], one, rtol=1e-4, atol=1e-5)
+    for name, value in usual.items():
+        torch.testing.assert_close(compiled[name], value, rtol=1e-4, atol=1e-5)
         assert torch.equal(compiled[name], resumed[name]), name
-    assert any(not torch.equal(one, compiled[name]) for name, one in usual.items())
+    assert any(not torch.equal(value, compiled[name]) for name, value in usual.items())

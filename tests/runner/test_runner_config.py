@@ -106,10 +106,12 @@ def test_loader_of_the_users_own(run: Path) -> None:
         "dataset: {type: points.Points, size: 21}}}\nhooks: {progress: false}"
     )
     runner = Runner.from_config(write(run, extra))
-    seen: list[torch.Tensor] = []
-    runner.state.model.module.net.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    forwarded: list[torch.Tensor] = []
+    runner.state.model.module.net.register_forward_pre_hook(
+        lambda _, args: forwarded.append(args[0])
+    )
     runner.test()
-    points = torch.cat(seen)
+    points = torch.cat(forwarded)
     from points import Points
 
     assert torch.equal(points, Points(21).inputs.flip(0))
@@ -159,11 +161,13 @@ def rows(kind: str, in_memory: str) -> str:
 @pytest.mark.parametrize("in_memory", ["true", "device", "false"])
 def test_batches_are_selected_from_the_tensors_of_a_data_set(in_memory: str, run: Path) -> None:
     (run / "rows.py").write_text(ROWS)
-    own = build_parts(read_sections(write(run, rows("Rows", in_memory))))["train_loop"].dataloader
-    assert isinstance(own, TensorLoader) == (in_memory != "false")
+    loader = build_parts(read_sections(write(run, rows("Rows", in_memory))))[
+        "train_loop"
+    ].dataloader
+    assert isinstance(loader, TensorLoader) == (in_memory != "false")
     plain = build_parts(read_sections(write(run)))["train_loop"].dataloader
-    for one, other in zip(own, plain, strict=True):
-        assert all(map(torch.equal, one, other))
+    for batch, other in zip(loader, plain, strict=True):
+        assert all(map(torch.equal, batch, other))
 
 
 @pytest.mark.parametrize("kind", ["EpochTrainLoop, max_epochs: 1", "IterTrainLoop, max_steps: 12"])

@@ -503,8 +503,8 @@ ROWS: list[tuple[str, dict[str, Any], str | None]] = [
 @pytest.mark.parametrize(("lines", "expected", "listed"), ROWS)
 def test_translated_settings(lines: str, expected: dict[str, Any], listed: str | None) -> None:
     config, misses = convert(f"{MODEL}{lines}\n", epoch_length=10)
-    found = config_from_dict(config)
-    assert {key: found.select(key) for key in expected} == expected
+    translated = config_from_dict(config)
+    assert {key: translated.select(key) for key in expected} == expected
     if listed is None:
         assert not misses
     else:

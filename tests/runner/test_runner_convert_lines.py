@@ -37,14 +37,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 def test_every_key_has_its_own_line(tmp_path_factory: Any, values: dict[str, Any]) -> None:
     path = tmp_path_factory.mktemp("lines") / "mm.py"
-    path.write_text("".join(f"{key} = {pformat(one, width=1)}\n" for key, one in values.items()))
-    settings, found = read_source(path)
+    path.write_text(
+        "".join(f"{key} = {pformat(value, width=1)}\n" for key, value in values.items())
+    )
+    settings, file_lines = read_source(path)
     assert settings == values
     lines = path.read_text().splitlines()
 
     def compare(below: Mapping[str, Any], above: str) -> None:
         for key, value in below.items():
-            file, _, line = found.origin(above + key).rpartition(":")
+            file, _, line = file_lines.origin(above + key).rpartition(":")
             assert file == str(path)
             assert key in lines[int(line) - 1]
             if isinstance(value, dict):
@@ -100,8 +102,8 @@ def test_installed_bases_have_lines_too(here: Path, monkeypatch: pytest.MonkeyPa
     (here / "zoo/configs/net.py").write_text("\nmodel = dict(depth=3)\n")
     monkeypatch.syspath_prepend(str(here))
     Path("mm.py").write_text("with read_base():\n    from zoo.configs.net import *\n")
-    found = Lines(Path("mm.py")).origin("model.depth")
-    assert found == f"{here / 'zoo/configs/net.py'}:2"
+    origin = Lines(Path("mm.py")).origin("model.depth")
+    assert origin == f"{here / 'zoo/configs/net.py'}:2"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_mistakes_end_with_2(here: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_mmengine_that_is_broken(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [one for one in sys.modules if one.partition(".")[0] == "mmengine"]:
+    for name in [module for module in sys.modules if module.partition(".")[0] == "mmengine"]:
         monkeypatch.delitem(sys.modules, name)
     (here / "mmengine").mkdir()
     (here / "mmengine/__init__.py").write_text("import no_such_library\n")

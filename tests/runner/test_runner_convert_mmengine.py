@@ -127,8 +127,8 @@ def weights(model: Any) -> dict[str, Tensor]:
 
 def assert_rates(ours: list[list[float]], theirs: list[list[float]]) -> None:
     """Compare the rates of each update; mmengine has one group per parameter."""
-    for one, other in zip(ours, theirs, strict=True):
-        assert sorted(set(one)) == pytest.approx(sorted(set(other)), rel=1e-12)
+    for rates, other in zip(ours, theirs, strict=True):
+        assert sorted(set(rates)) == pytest.approx(sorted(set(other)), rel=1e-12)
 
 
 @pytest.mark.parametrize(("counts", "shuffle"), [(1, True), (2, False)])
@@ -190,7 +190,7 @@ def weights_by_us(config: dict[str, Any], folder: Path) -> dict[str, Tensor]:
     """Return the weights under the user's names, also if children are wrapped."""
     sys.path.insert(0, str(Path(__file__).parent))
     model: Any = train_ours({**config, "hooks": {"checkpoint": False}}, folder)[0].state.model
-    return {name.replace(".module.", "."): one for name, one in weights(model.module).items()}
+    return {name.replace(".module.", "."): value for name, value in weights(model.module).items()}
 
 
 @pytest.mark.slow
@@ -317,28 +317,33 @@ PAIRS = [[WARM_UP, VARIANTS[0]], [WARM_UP, OWN]]
 def their_rates(schedules: list[dict[str, Any]], steps: int) -> list[float]:
     optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.2)
     built = [
-        PARAM_SCHEDULERS.build(one, default_args={"optimizer": optimizer}) for one in schedules
+        PARAM_SCHEDULERS.build(schedule, default_args={"optimizer": optimizer})
+        for schedule in schedules
     ]
     rates = []
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        for one in built:
-            one.step()
+        for scheduler in built:
+            scheduler.step()
     return rates
 
 
 @pytest.mark.parametrize(
     "schedules",
-    [*([one] for one in SCHEDULES), *PAIRS, *slow(*([one] for one in VARIANTS))],
-    ids=lambda one: one[-1]["type"],
+    [
+        *([schedule] for schedule in SCHEDULES),
+        *PAIRS,
+        *slow(*([schedule] for schedule in VARIANTS)),
+    ],
+    ids=lambda schedules: schedules[-1]["type"],
 )
 @pytest.mark.parametrize("by_epoch", [True, *slow(False)])
 def test_the_rates_of_every_step(
     tmp_path: Path, schedules: list[dict[str, Any]], by_epoch: bool
 ) -> None:
     steps = 15
-    schedules = [{**one, "by_epoch": by_epoch} for one in schedules]
+    schedules = [{**schedule, "by_epoch": by_epoch} for schedule in schedules]
     path = tmp_path / "mm.py"
     path.write_text(
         f"param_scheduler = {schedules}\n"
@@ -347,11 +352,11 @@ def test_the_rates_of_every_step(
         f"train_cfg = dict(by_epoch=True, max_epochs={steps})\n"
     )
     config = convert_config(path, epoch_length=1).config
-    parts = {**config, "model": {"type": "SupervisedModel", "net": config["model"]}}
-    parts["model"]["loss"] = {"type": "MSELoss"}
+    sections = {**config, "model": {"type": "SupervisedModel", "net": config["model"]}}
+    sections["model"]["loss"] = {"type": "MSELoss"}
     loader = {"dataset": {"type": "convert_parts.Ones", "size": 1}, "batch_size": 1}
     loop = {"type": "EpochTrainLoop", "max_epochs": steps}
-    ours, our_rates = train_ours({**parts, "data": {"train": loader}, "train": loop}, tmp_path)
+    ours, our_rates = train_ours({**sections, "data": {"train": loader}, "train": loop}, tmp_path)
     assert ours.state.step == steps
     expected = their_rates(schedules, steps)
     assert [rate for (rate,) in our_rates] == pytest.approx(expected, rel=1e-12, abs=1e-15)

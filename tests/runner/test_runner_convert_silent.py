@@ -113,10 +113,10 @@ WITHOUT_EFFECT = {
 def paths(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     if above:
         yield above
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, one in items:
-        if isinstance(one, (dict, list)):
-            yield from paths(one, (*above, key))
+    entries = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, entry in entries:
+        if isinstance(entry, (dict, list)):
+            yield from paths(entry, (*above, key))
         else:
             yield (*above, key)
 
@@ -136,7 +136,9 @@ def others(value: Any) -> list[Any]:
 
 
 def converted(settings: dict[str, Any]) -> str:
-    Path("mm.py").write_text("".join(f"{key} = {pformat(one)}\n" for key, one in settings.items()))
+    Path("mm.py").write_text(
+        "".join(f"{key} = {pformat(value)}\n" for key, value in settings.items())
+    )
     config, misses = convert_config("mm.py", epoch_length=13)
     return f"{config} {[(miss.key, miss.what) for miss in misses]}"
 
@@ -152,11 +154,11 @@ def test_every_setting_has_an_effect_or_is_listed(
     silent = set()
     for path in paths(WHOLE):
         changed = deepcopy(WHOLE)
-        place: Any = changed
+        section: Any = changed
         for key in path[:-1]:
-            place = place[key]
-        for other in others(place[path[-1]]):
-            place[path[-1]] = other
+            section = section[key]
+        for other in others(section[path[-1]]):
+            section[path[-1]] = other
             if converted(changed) != before:
                 break
         else:

@@ -161,7 +161,9 @@ EXACT: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "flags"), EXACT, ids=lambda one: ",".join(map(str, one)))
+@pytest.mark.parametrize(
+    ("options", "flags"), EXACT, ids=lambda options: ",".join(map(str, options))
+)
 def test_options_that_change_no_number(
     options: dict[str, Any], flags: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -230,13 +232,13 @@ def test_broadcast_buffers(tmp_path: Path) -> None:
         config = settings({"type": "ddp", "broadcast_buffers": on})
         config["model"]["net"] = {"type": f"{HERE}.Normed"}
         results[on] = run_ranks(train, 2, config, tmp_path / str(on))
-    (_, own), (_, apart) = results[True], results[False]
+    (_, shared), (_, apart) = results[True], results[False]
     mean_of_last = Points().tensors[0][-5::2].mean(0)
-    for result, from_first in ((own, True), (apart, False)):
-        first = results[from_first][0]["buffers"][0]
+    for result, from_first in ((shared, True), (apart, False)):
+        rank_0 = results[from_first][0]["buffers"][0]
         # Undo the first rank's last step, then apply the last rank's own step.
         last_of_first = Points().tensors[0][-6::2].mean(0)
-        common = (first - 0.1 * last_of_first) / 0.9
+        common = (rank_0 - 0.1 * last_of_first) / 0.9
         expected = 0.9 * common + 0.1 * mean_of_last
         assert torch.allclose(result["buffers"][0], expected) is from_first
 
@@ -262,8 +264,8 @@ class Pair(BaseModel):
         loss = nn.functional.cross_entropy(self.first(inputs), target)
         optim_wrapper["first"].update_params(loss)
         with torch.no_grad():
-            wanted = self.first(inputs)
-        other = (self.second(inputs) - wanted).square().mean()
+            teacher = self.first(inputs)
+        other = (self.second(inputs) - teacher).square().mean()
         optim_wrapper["second"].update_params(other)
         return {"loss": loss.detach(), "other": other.detach()}
 
@@ -283,8 +285,8 @@ def test_separate_with_two_optimizers(tmp_path: Path) -> None:
         for inputs, target in global_batches():
             nn.functional.cross_entropy(pair.first(inputs), target).backward()
             optimizers[0].step()
-            wanted = pair.first(inputs).detach()
-            (pair.second(inputs) - wanted).square().mean().backward()
+            teacher = pair.first(inputs).detach()
+            (pair.second(inputs) - teacher).square().mean().backward()
             optimizers[1].step()
             pair.zero_grad()
     for ranks in (2, 1):

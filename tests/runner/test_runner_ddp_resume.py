@@ -35,9 +35,11 @@ def train(config: dict[str, Any], folder: Path, stop: int = 0) -> tuple[Tensor, 
     state = runner.train(resume=True)
     if "compile" in config and state.step > 3:
         assert len(state.model.train_step.programs) == 1
-    weights = [one.detach() for one in runner.state.model.parameters()]
-    whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in weights]
-    return torch.cat([one.flatten() for one in whole]), state.step
+    weights = [param.detach() for param in runner.state.model.parameters()]
+    full_weights = [
+        weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in weights
+    ]
+    return torch.cat([weight.flatten() for weight in full_weights]), state.step
 
 
 PAIR = {"type": f"{HERE}.Pair"}
@@ -124,13 +126,15 @@ def test_resume(
     """A resume is exact; two ranks would hide the order of a sum, because a + b = b + a."""
     config = settings(wrapper, **changes)
     config["train"]["log_every_steps"] = 2
-    whole = run_ranks(train, ranks, config, tmp_path / "whole", timeout_s=280.0)
+    uninterrupted = run_ranks(train, ranks, config, tmp_path / "whole", timeout_s=280.0)
     stopped = run_ranks(train, ranks, config, tmp_path / "run", stop, timeout_s=280.0)
     assert [step for _, step in stopped] == [stop] * ranks
-    for (weights, step), (expected, last) in zip(
-        run_ranks(train, ranks, config, tmp_path / "run", timeout_s=280.0), whole, strict=True
+    for (weights, step), (expected, total_steps) in zip(
+        run_ranks(train, ranks, config, tmp_path / "run", timeout_s=280.0),
+        uninterrupted,
+        strict=True,
     ):
-        assert step == last > stop
+        assert step == total_steps > stop
         assert torch.equal(weights, expected)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 

@@ -42,9 +42,9 @@ class Detector(nn.Module):
             return {"loss_box_reg": torch.stack(boxes).mean(),
                     "loss_objectness": torch.stack(scores).mean()}  # fmt: skip
         return [
-            {"boxes": c[found, :4], "scores": c[found, 4], "labels": found.nonzero()[:, 0]}
+            {"boxes": c[mask, :4], "scores": c[mask, 4], "labels": mask.nonzero()[:, 0]}
             for c in cells
-            for found in [c[:, 4] > c[:, 4].mean()]
+            for mask in [c[:, 4] > c[:, 4].mean()]
         ]
 
     def _cells(self, image: Tensor) -> Tensor:
@@ -87,8 +87,8 @@ class Scores(Metric):
         self.add_state("targets", [], dist_reduce_fx=None)
 
     def update(self, preds: list[dict[str, Tensor]], target: list[dict[str, Tensor]]) -> None:
-        self.scores += [one["scores"] for one in preds]
-        self.targets += [one["labels"] for one in target]
+        self.scores += [prediction["scores"] for prediction in preds]
+        self.targets += [labels["labels"] for labels in target]
 
     def compute(self) -> dict[str, Tensor]:
         scores = torch.cat(self.scores)
@@ -146,25 +146,25 @@ def by_hand(config: dict[str, Any]) -> Detector:
 def test_training_metrics_and_predictions_like_plain_pytorch(ranks: int) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     config = config_of(ranks, seed=0)
-    found = run_ranks(trained, 3, config) if ranks == 3 else [trained(config)]
+    results = run_ranks(trained, 3, config) if ranks == 3 else [trained(config)]
     net, samples = by_hand(config), Shapes(7).samples
     with torch.no_grad():
         (*preds,) = net([image for image, _ in samples])
-    scores = torch.cat([one["scores"] for one in preds])
-    for one in found:
-        assert apart(one["weights"], dict(net.named_parameters())) < 1e-12
+    scores = torch.cat([prediction["scores"] for prediction in preds])
+    for result in results:
+        assert apart(result["weights"], dict(net.named_parameters())) < 1e-12
         expected = {
             "scores/sum": scores.sum().item(),
             "scores/found": len(scores),
             "scores/boxes": 6,
         }
-        assert one["val"] == pytest.approx(expected, rel=1e-12)
+        assert result["val"] == pytest.approx(expected, rel=1e-12)
     rows = [json.loads(line) for line in Path("predictions.jsonl").read_text().splitlines()]
     assert rows == parquet.read_table("predictions.parquet").to_pylist()
-    for index, (row, own, (_, target)) in enumerate(zip(rows, preds, samples, strict=True)):
+    for index, (row, prediction, (_, target)) in enumerate(zip(rows, preds, samples, strict=True)):
         assert [*row] == ["index", "preds", "target"]
         assert row["index"] == index
-        for key, value in own.items():
+        for key, value in prediction.items():
             written = torch.tensor(row["preds"][key], dtype=value.dtype)
             torch.testing.assert_close(written, value, rtol=0, atol=1e-12)
         assert row["target"] == {name: value.tolist() for name, value in target.items()}

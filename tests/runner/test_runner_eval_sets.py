@@ -34,21 +34,21 @@ def test_a_run_names_each_set(run: Path, ranks: int, capsys: pytest.CaptureFixtu
         module.write("\n\ndef half(preds):\n    return preds / 2\n")
     words = ("points.yaml", "--run-dir", "run", *WORDS)
     assert run_ranks(run_command, ranks, run, "train", *words) == [0] * ranks
-    found = [one for one in records(run / "run") if one["phase"] == "val"]
-    assert [one["epoch"] for one in found] == [1, 1, 2]
-    assert found[0]["step"] == 0
+    val_records = [record for record in records(run / "run") if record["phase"] == "val"]
+    assert [record["epoch"] for record in val_records] == [1, 1, 2]
+    assert val_records[0]["step"] == 0
     names = {"clean/accuracy", "clean/loss", "noisy/accuracy", "noisy/loss", "noisy/half"}
-    for one in found:
-        assert {name for name in one if "/" in name} == names
-    (tested,) = (one for one in records(run / "run") if one["phase"] == "test")
+    for record in val_records:
+        assert {name for name in record if "/" in name} == names
+    (tested,) = (record for record in records(run / "run") if record["phase"] == "test")
     assert {name for name in tested if "/" in name} == {n for n in names if "noisy" in n}
     if ranks > 1:
         return
-    best = max(found, key=lambda one: one["noisy/accuracy"])
+    best = max(val_records, key=lambda record: record["noisy/accuracy"])
     saved = {path.name for path in (run / "run" / "checkpoints").iterdir()}
     assert f"step_{best['step']:08}" in saved
     assert main(["validate", "run"]) == 0
-    again = [one for one in records(run / "run") if one["phase"] == "val"][-1]
+    again = [record for record in records(run / "run") if record["phase"] == "val"][-1]
     assert {n: again[n] for n in names} == {n: best[n] for n in names}
     assert main(["predict", "run", "--out", "all.jsonl"]) != 0
     assert "choose one: --data test.noisy" in capsys.readouterr().err
@@ -84,9 +84,9 @@ def test_a_mistake_has_its_key_and_the_nearest_name(
     run: Path, word: str, key: str, text: str
 ) -> None:
     config = load_config(run / "points.yaml", [*WORDS, word])
-    found = {problem.key: problem for problem in name_problems(config)}
-    assert text in found[key].what
-    assert word in found[key].origin
+    problems_by_key = {problem.key: problem for problem in name_problems(config)}
+    assert text in problems_by_key[key].what
+    assert word in problems_by_key[key].origin
 
 
 def test_a_single_set_keeps_its_messages(run: Path) -> None:
@@ -127,8 +127,10 @@ def test_the_example_of_the_docs_runs(run: Path) -> None:
     text = page.partition("\n## Evaluation\n")[2].partition("```yaml\n")[2].partition("```")[0]
     (run / "digits_sets.yaml").write_text(text)
     assert main(["train", "digits_sets.yaml"]) == 0
-    found = [one for one in records(run / "runs" / "digits_sets") if one["phase"] == "val"]
-    assert len(found) == 1 + yaml.safe_load(text)["train"]["max_epochs"]
+    val_records = [
+        record for record in records(run / "runs" / "digits_sets") if record["phase"] == "val"
+    ]
+    assert len(val_records) == 1 + yaml.safe_load(text)["train"]["max_epochs"]
     results = {"accuracy", "f1", "loss"}
-    names = {f"{one}/{name}" for one in ("unseen", "seen") for name in results}
-    assert {name for name in found[0] if "/" in name} == {*names, "unseen/distance"}
+    names = {f"{set_name}/{name}" for set_name in ("unseen", "seen") for name in results}
+    assert {name for name in val_records[0] if "/" in name} == {*names, "unseen/distance"}

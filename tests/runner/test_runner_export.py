@@ -62,7 +62,7 @@ def test_files_are_loaded_without_stepwrap(kind: str, tmp_path: Path) -> None:
         "assert 'stepwrap' not in sys.modules\nprint('equal')"
     )
     assert run_program("-c", code, cwd=tmp_path).strip() == "equal"
-    assert {one.name for one in tmp_path.iterdir()} == {f"model.{kind}", "case.pt"}
+    assert {file.name for file in tmp_path.iterdir()} == {f"model.{kind}", "case.pt"}
 
 
 def test_the_preprocessor_is_part_of_the_program(tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_the_preprocessor_is_part_of_the_program(tmp_path: Path) -> None:
     )
     export_model(model, tmp_path / "model.pt2", _batch())
     x = torch.rand(3, 2)
-    found = torch.export.load(tmp_path / "model.pt2").module()(x)
-    torch.testing.assert_close(found, model.net((x - 5) / 2))
+    output = torch.export.load(tmp_path / "model.pt2").module()(x)
+    torch.testing.assert_close(output, model.net((x - 5) / 2))
 
 
 class Named(BaseModel):
@@ -143,7 +143,7 @@ def test_a_difference_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
 
 def test_the_training_mode_and_weights_stay(tmp_path: Path) -> None:
     model = _net().train()
-    before = [one.clone() for one in model.parameters()]
+    before = [param.clone() for param in model.parameters()]
     export_model(model, tmp_path / "model.safetensors", _batch())
     assert model.training
     assert all(map(torch.equal, before, model.parameters()))
@@ -160,8 +160,8 @@ def test_the_command_exports_the_evaluated_model(kind: str, run: Path, capsys: C
     assert ("input: input0 (batch, 2)" in out) == (kind != "safetensors")
     if kind == "pt2":
         x = torch.rand(5, 2)
-        found = torch.export.load("runs/points/model.pt2").module()(x)
-        torch.testing.assert_close(found, load_model("runs/points").net(x))
+        output = torch.export.load("runs/points/model.pt2").module()(x)
+        torch.testing.assert_close(output, load_model("runs/points").net(x))
 
 
 @pytest.mark.slow
@@ -171,14 +171,14 @@ def test_a_left_over_file_with_weights_is_kept(
     # Small models get a second file, too.
     save = partialmethod(ONNXProgram.save, external_data=True)
     monkeypatch.setattr(ONNXProgram, "save", save)
-    old = tmp_path / "model.onnx.data"
-    old.write_text("old")
+    leftover = tmp_path / "model.onnx.data"
+    leftover.write_text("old")
     with pytest.raises(FileExistsError, match=r"needs a new file, and .*model.onnx.data exists"):
         export_model(_net(), tmp_path / "model.onnx", _batch())
-    assert {one.name: one.read_text() for one in tmp_path.iterdir()} == {old.name: "old"}
-    old.unlink()
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {leftover.name: "old"}
+    leftover.unlink()
     export_model(_net(), tmp_path / "model.onnx", _batch())
-    assert {one.name for one in tmp_path.iterdir()} == {"model.onnx", old.name}
+    assert {file.name for file in tmp_path.iterdir()} == {"model.onnx", leftover.name}
 
 
 @pytest.mark.parametrize(

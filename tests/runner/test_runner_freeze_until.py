@@ -47,7 +47,7 @@ def by_hand(optimizer: str) -> list[dict[str, Tensor]]:
             parameter.requires_grad_(until(name) <= len(weights))
         stepping.zero_grad()
         nn.functional.cross_entropy(net(batch[:, :-1]), batch[:, 1:]).backward()
-        trained = [one for one in net.parameters() if one.requires_grad]
+        trained = [param for param in net.parameters() if param.requires_grad]
         nn.utils.clip_grad_norm_(trained, 0.5)
         stepping.step()
         weights.append({f"net.{k}": v.detach().clone() for k, v in net.named_parameters()})
@@ -107,17 +107,19 @@ def test_like_plain_pytorch_and_after_a_resume(form: str, optimizer: str, at: in
     config["hooks"] = {**config["hooks"], "checkpoint": {"every_steps": 1, "keep_last": None}}
     checkpoint = f"runs/False/checkpoints/step_{at:08d}"
     expected = by_hand(optimizer)
-    for whole, resumed in run_ranks(trained_and_resumed, ranks, config, checkpoint, timeout_s=120):
-        assert apart(whole, expected[-1]) <= 1e-12
-        assert apart(resumed, whole) == 0
+    for uninterrupted, resumed in run_ranks(
+        trained_and_resumed, ranks, config, checkpoint, timeout_s=120
+    ):
+        assert apart(uninterrupted, expected[-1]) <= 1e-12
+        assert apart(resumed, uninterrupted) == 0
     # Frozen parameters are unchanged and have no optimizer state.
     torch.manual_seed(0)
-    first = {f"net.{k}": v for k, v in Transformer(dtype="float64").named_parameters()}
+    initial = {f"net.{k}": v for k, v in Transformer(dtype="float64").named_parameters()}
     saved = torch.load(f"{checkpoint}/model.pt", weights_only=True)
-    for name in first:
+    for name in initial:
         if isinstance(saved[name], Tensor):
-            kept = until(name.removeprefix("net.")) >= at
-            assert torch.equal(saved[name], first[name]) == kept, name
+            is_frozen = until(name.removeprefix("net.")) >= at
+            assert torch.equal(saved[name], initial[name]) == is_frozen, name
 
 
 MISTAKES = {
@@ -129,10 +131,10 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("given", MISTAKES)
-def test_mistakes(given: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "points.yaml", f"freeze={given}"]) == 2
-    assert MISTAKES[given] in capsys.readouterr().err
+@pytest.mark.parametrize("setting", MISTAKES)
+def test_mistakes(setting: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "points.yaml", f"freeze={setting}"]) == 2
+    assert MISTAKES[setting] in capsys.readouterr().err
 
 
 def test_the_step_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

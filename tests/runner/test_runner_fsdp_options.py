@@ -15,8 +15,8 @@ BLOCKS = {"shard": ["Block"]}
 
 
 def ones(module: nn.Module) -> None:
-    for one in module.parameters(recurse=False):
-        nn.init.constant_(one, 0.5)
+    for param in module.parameters(recurse=False):
+        nn.init.constant_(param, 0.5)
 
 
 def config_of(options: dict[str, Any], **sections: Any) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def test_a_custom_initialiser() -> None:
     options = {"param_init_fn": "test_runner_fsdp_options.ones"}
     config = config_of(options, init_device="meta", optimizer=still)
     for weights in run_ranks(trained, 2, config):
-        assert all(bool((one == 0.5).all()) for one in weights.values())
+        assert all(bool((weight == 0.5).all()) for weight in weights.values())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def test_it_writes_a_project_and_overwrites_nothing(
 ) -> None:
     assert main(["init", "first/spirals"]) == 0
     folder = tmp_path / "first" / "spirals"
-    assert {one.name for one in folder.iterdir()} == FILES
+    assert {file.name for file in folder.iterdir()} == FILES
     assert load_config(folder / "config.yaml")["name"] == "spirals"
     assert "cd first/spirals && stepwrap train config.yaml" in capsys.readouterr().out
     (folder / "model.py").write_text("mine")
@@ -51,7 +51,7 @@ def test_the_project_trains_and_its_tests_pass(tmp_path: Path) -> None:
     accuracy = re.findall(r"accuracy *\S* *([01]\.\d+)", out)[-1]
     assert float(accuracy) > 0.9
     assert {"config.yaml", "checkpoints", "metrics.jsonl"} <= {
-        one.name for one in (folder / "runs" / "spirals").iterdir()
+        file.name for file in (folder / "runs" / "spirals").iterdir()
     }
     done = ended("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=folder)
     assert done.returncode == 0, done.stdout

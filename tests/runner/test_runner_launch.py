@@ -551,11 +551,11 @@ def test_all_ranks_end_with_the_same_code(tmp_path: Path) -> None:
 
 
 def warn() -> int:
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with _console_log(debug=False):
             warnings.warn("careful", UserWarning, stacklevel=1)
-        return len(seen)
+        return len(caught)
 
 
 def test_only_rank_0_shows_warnings() -> None:
@@ -575,7 +575,11 @@ def test_only_rank_0_shows_logged_warnings() -> None:
 def test_the_levels_of_loggers_are_restored() -> None:
     def levels() -> dict[str, int]:
         loggers = logging.root.manager.loggerDict
-        return {name: one.level for name, one in loggers.items() if isinstance(one, logging.Logger)}
+        return {
+            name: logger.level
+            for name, logger in loggers.items()
+            if isinstance(logger, logging.Logger)
+        }
 
     logging.getLogger("stepwrap.runner.runner").setLevel(logging.ERROR)
     before = levels()

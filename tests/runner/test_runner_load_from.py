@@ -37,12 +37,12 @@ def state(prefix: str = "net.") -> State:
 def _sharded(folder: Path, weights: State, save: Callable[[State, Path], Any], stem: str) -> None:
     folder.mkdir()
     kind = "safetensors" if stem == "model" else "bin"
-    places, names = {}, [f"{stem}-0000{n}-of-00002.{kind}" for n in (1, 2)]
-    items = list(weights.items())
-    for file, part in zip(names, (items[:5], items[5:]), strict=True):
-        save(dict(part), folder / file)
-        places |= {name: file for name, _ in part}
-    (folder / f"{stem}.{kind}.index.json").write_text(json.dumps({"weight_map": places}))
+    weight_map, names = {}, [f"{stem}-0000{n}-of-00002.{kind}" for n in (1, 2)]
+    entries = list(weights.items())
+    for file, shard in zip(names, (entries[:5], entries[5:]), strict=True):
+        save(dict(shard), folder / file)
+        weight_map |= {name: file for name, _ in shard}
+    (folder / f"{stem}.{kind}.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def write(kind: str, weights: State) -> Path:
@@ -124,10 +124,10 @@ def test_weights_that_are_not_loaded_keep_their_initial_values() -> None:
     weights["extra"] = torch.zeros(2)
     torch.save(weights, "other.pt")
     section = {"path": "other.pt", "map": {"old.": "net."}, "strict": False}
-    found, initial = loaded(settings(load_from=section)), loaded(settings())
-    kept = {"net.head.weight", "net.norm.bias"}
-    for name, value in found.items():
-        assert torch.equal(value, (initial if name in kept else state())[name])
+    loaded_weights, initial = loaded(settings(load_from=section)), loaded(settings())
+    initial_names = {"net.head.weight", "net.norm.bias"}
+    for name, value in loaded_weights.items():
+        assert torch.equal(value, (initial if name in initial_names else state())[name])
     section = {"path": "other.pt", "map": {"old.": "net."}, "ignore": ["net.norm", "old.head.*"]}
     with pytest.raises(BuildError) as error:
         loaded(settings(load_from=section))
@@ -208,8 +208,8 @@ def test_an_index_may_name_only_files_next_to_it(file: str) -> None:
     Path("shard/within").mkdir(parents=True)
     for path in ("outside.safetensors", "shard/within/a.safetensors"):
         save_file(state(), path)
-    places = dict.fromkeys(state(), file)
-    Path("shard/model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    weight_map = dict.fromkeys(state(), file)
+    Path("shard/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(BuildError) as error:
         loaded(settings(load_from={"path": "shard"}))
     text = f"index.json names the file {file}, which is not next to it; such a file is never read"
@@ -231,8 +231,8 @@ def _only_rank_0_has_the_file(rank_file: str) -> str:
 
 def test_a_file_that_one_rank_lacks_is_an_error_on_all() -> None:
     torch.save(state(""), "bare.pt")
-    first, second = run_ranks(_only_rank_0_has_the_file, 2, "own.pt")
-    assert "on rank 1: own.pt cannot be loaded: CheckpointError: absent.pt does not" in first
+    rank_0, second = run_ranks(_only_rank_0_has_the_file, 2, "own.pt")
+    assert "on rank 1: own.pt cannot be loaded: CheckpointError: absent.pt does not" in rank_0
     assert "absent.pt does not exist" in second
 
 
@@ -285,7 +285,7 @@ def test_a_run_starts_from_another_and_resumes_without_it(
     nproc: int, run: Path, capfd: Capture
 ) -> None:
     assert main(["train", "points.yaml", EMA, "train.max_epochs=1"]) == 0
-    first = load_model("runs/points").state_dict()
+    weights = load_model("runs/points").state_dict()
     words = ["train", "points.yaml", "--run-dir", "runs/tuned", f"launch.nproc={nproc}",
              "load_from={path: runs/points, ignore: [net.3]}", "optimizer.lr=0.0",
              "train.max_epochs=1", "--oversubscribe"]  # fmt: skip
@@ -296,7 +296,7 @@ def test_a_run_starts_from_another_and_resumes_without_it(
     assert "ignored      net.3.weight   (2, 8)         (2, 8)" in text
     tuned = load_model("runs/tuned").state_dict()
     for name, value in tuned.items():
-        assert torch.equal(value, first[name]) == (not name.startswith("net.3"))
+        assert torch.equal(value, weights[name]) == (not name.startswith("net.3"))
 
     Path("runs/points").rename("gone")
     assert main([*words[:-2], "train.max_epochs=2", "--resume", "--oversubscribe"]) == 0

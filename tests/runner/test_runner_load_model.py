@@ -19,8 +19,8 @@ def accuracy_on_validation(model: torch.nn.Module) -> float:
 
     data = Points(20)
     with torch.inference_mode():
-        right = model(data.inputs, mode="tensor").argmax(1) == data.labels
-    return float(right.float().mean())
+        correct = model(data.inputs, mode="tensor").argmax(1) == data.labels
+    return float(correct.float().mean())
 
 
 @pytest.mark.slow
@@ -42,8 +42,8 @@ def test_the_evaluated_model_of_a_paused_run(run: Path, capsys: pytest.CaptureFi
             assert torch.equal(value, averages[name])
             assert not torch.equal(value, plain[name])
     best = load_checkpoint(find_checkpoint("runs/points", "best"))
-    found = accuracy_on_validation(load_model("runs/points", "best"))
-    assert found == pytest.approx(best.meta["metrics"]["accuracy"], abs=1e-6)
+    accuracy = accuracy_on_validation(load_model("runs/points", "best"))
+    assert accuracy == pytest.approx(best.meta["metrics"]["accuracy"], abs=1e-6)
 
     assert main(["train", "points.yaml", "--resume", "optimizer.lr=0.5", EMA,
                  "data.train.batch_size=8", "train.max_epochs=3"]) == 0  # fmt: skip
@@ -55,7 +55,7 @@ def test_the_evaluated_model_of_a_paused_run(run: Path, capsys: pytest.CaptureFi
     )
     assert "an update keeps its 4 samples: accumulative_counts is now 1" in message
     assert "  hooks.stop.at_step: 31 -> not set" in message
-    assert max(one["lr"] for one in records(Path("runs/points")) if "lr" in one) <= 0.01
+    assert max(record["lr"] for record in records(Path("runs/points")) if "lr" in record) <= 0.01
 
     assert main(["train", "runs/points/config.yaml", "--resume"]) == 0
     message = capsys.readouterr().err

@@ -28,8 +28,8 @@ WORDS = (
 @pytest.mark.parametrize("nproc", [2, *slow(1)])
 def test_a_base_metric_is_listed_and_watched(run: Path, nproc: int) -> None:
     (run / "correct.py").write_text(METRIC)
-    own = "metrics.correct={type: correct.Correct, dist_backend: torch_cpu}"
-    words = ("train", "points.yaml", "--run-dir", "run", own, *WORDS)
+    metric = "metrics.correct={type: correct.Correct, dist_backend: torch_cpu}"
+    words = ("train", "points.yaml", "--run-dir", "run", metric, *WORDS)
     assert run_ranks(run_command, nproc, run, *words) == [0] * nproc
     evaluations = [record for record in records(run / "run") if "correct" in record]
     assert len(evaluations) == 3

@@ -44,7 +44,7 @@ def points(samples: int) -> TensorDataset:
     return TensorDataset(inputs, (inputs.sum(1) > 0).long())
 
 
-def make_runner(model: nn.Module | None = None, **others: Any) -> Runner:
+def make_runner(model: nn.Module | None = None, **options: Any) -> Runner:
     torch.manual_seed(0)
     model = model or SupervisedModel(nn.Linear(3, 2), nn.CrossEntropyLoss())
     metrics = {"accuracy": MulticlassAccuracy(num_classes=2, average="micro")}
@@ -57,7 +57,7 @@ def make_runner(model: nn.Module | None = None, **others: Any) -> Runner:
         ),
         optim_wrapper=OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)),
         test_loop=TestLoop(build_loader(points(10), batch_size=4, train=False), metrics),
-        **others,
+        **options,
     )
 
 
@@ -295,10 +295,10 @@ class Recorder(Hook):
 
 
 def test_hooks_keep_their_state_over_a_resume(tmp_path: Path) -> None:
-    first, second = Recorder(), Recorder()
-    make_runner(hooks=[CheckpointHook(), first], run_dir=tmp_path).train()
+    recorder, second = Recorder(), Recorder()
+    make_runner(hooks=[CheckpointHook(), recorder], run_dir=tmp_path).train()
     make_runner(hooks=[CheckpointHook(), second], run_dir=tmp_path).train(resume=True)
-    assert first.events == ["run_start", "train_start 0", "run_end"]
+    assert recorder.events == ["run_start", "train_start 0", "run_end"]
     assert second.events == ["run_start", "train_start 12", "run_end"]
     assert second.seen == 7
 
@@ -402,12 +402,12 @@ def test_ranks_start_alike_and_draw_apart(tmp_path: Path) -> None:
     assert draw != other_draw
 
 
-@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("num_ranks", "second"), [(1, 2), (2, 1)])
 def test_a_checkpoint_goes_from_one_number_of_ranks_to_another(
-    tmp_path: Path, first: int, second: int
+    tmp_path: Path, num_ranks: int, second: int
 ) -> None:
     write_run(tmp_path)
-    run_ranks(train_points, first, tmp_path, "run", 1, resume=False)
+    run_ranks(train_points, num_ranks, tmp_path, "run", 1, resume=False)
     saved = final_weights(tmp_path / "run")
     assert list(saved) == ["net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias"]
     run_ranks(train_points, second, tmp_path, "run", 2, resume=True)

@@ -101,8 +101,8 @@ def gan(run: Path) -> Path:
 
 
 def runner_of(folder: Path, run_dir: str, *overrides: str) -> Runner:
-    given = (f"run_dir={folder / run_dir}", *overrides)
-    return Runner.from_config(load_config(folder / "gan.yaml", given))
+    settings = (f"run_dir={folder / run_dir}", *overrides)
+    return Runner.from_config(load_config(folder / "gan.yaml", settings))
 
 
 SINGLE = "wrapper={type: single}"
@@ -119,8 +119,10 @@ def test_two_optimizers_train_as_by_hand(gan: Path) -> None:
         "train_loop"
     ].dataloader
     norms = [*hand.generator[1].parameters()]
-    rest = [*hand.generator[0].parameters(), *hand.generator[2].parameters()]
-    maker = torch.optim.AdamW([{"params": rest}, {"params": norms, "weight_decay": 0}], lr=0.01)
+    other_params = [*hand.generator[0].parameters(), *hand.generator[2].parameters()]
+    maker = torch.optim.AdamW(
+        [{"params": other_params}, {"params": norms, "weight_decay": 0}], lr=0.01
+    )
     judge = torch.optim.SGD(hand.discriminator.parameters(), lr=0.05, momentum=0.9)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(maker, 9)
     halving = torch.optim.lr_scheduler.StepLR(judge, 2)
@@ -144,7 +146,7 @@ def test_two_optimizers_train_as_by_hand(gan: Path) -> None:
 @pytest.mark.slow
 def test_rates_are_logged_by_optimizer_and_group(gan: Path) -> None:
     runner_of(gan, "out", SINGLE).train()
-    logged = [one for one in records(gan / "out") if "lr/discriminator" in one]
+    logged = [record for record in records(gan / "out") if "lr/discriminator" in record]
     assert logged[0]["lr/discriminator"] == pytest.approx(0.05)
     assert logged[-1]["lr/discriminator"] == pytest.approx(0.005)
     assert {"lr/generator", "lr/generator/norm"} <= logged[0].keys()
@@ -154,14 +156,14 @@ def _stopped_and_resumed(folder: str, wrapper: str, counts: int) -> bool:
     for module in ("points", "gans"):
         # Warm ranks have imported them in an earlier test.
         sys.modules.pop(module, None)
-    given = (f"wrapper={{type: {wrapper}}}", f"optim_wrapper.accumulative_counts={counts}")
+    settings = (f"wrapper={{type: {wrapper}}}", f"optim_wrapper.accumulative_counts={counts}")
     path = Path(folder)
-    runner_of(path, "whole", *given).train()
-    first = runner_of(path, "parts", *given, "hooks.stop={type: gans.Stop, step: 7}")
-    first.train()
-    second = runner_of(path, "parts", *given)
+    runner_of(path, "whole", *settings).train()
+    stopped = runner_of(path, "parts", *settings, "hooks.stop={type: gans.Stop, step: 7}")
+    stopped.train()
+    second = runner_of(path, "parts", *settings)
     second.train(resume=True)
-    assert first.state.iteration < second.state.iteration
+    assert stopped.state.iteration < second.state.iteration
     assert_identical(final_weights(path / "whole"), final_weights(path / "parts"))
     return True
 
@@ -223,18 +225,18 @@ def complaints(folder: Path, *overrides: str) -> list[str]:
     ],
 )
 def test_one_mistake_is_one_problem(gan: Path, override: str, said: str) -> None:
-    found = complaints(gan, override)
-    assert len(found) == 1
-    assert said in found[0]
+    messages = complaints(gan, override)
+    assert len(messages) == 1
+    assert said in messages[0]
 
 
 def test_one_optimizer_is_not_named(gan: Path) -> None:
-    found = complaints(gan, "optimizer={type: SGD, lr: 1}")
-    assert [text.split(": ", 1)[1] for text in found] == [
+    messages = complaints(gan, "optimizer={type: SGD, lr: 1}")
+    assert [text.split(": ", 1)[1] for text in messages] == [
         "schedulers.0.optimizer: remove this setting: the only optimizer has no name",
         "schedulers.1.optimizer: remove this setting: the only optimizer has no name",
     ]
-    assert found[0].startswith("gan.yaml:11: ")
+    assert messages[0].startswith("gan.yaml:11: ")
 
 
 def test_options_of_the_class_that_steps_are_checked(run: Path) -> None:
@@ -289,13 +291,13 @@ def test_several_optimizers_need_a_step_of_the_models_own(gan: Path) -> None:
 def test_settings_of_wrappers_by_name(gan: Path) -> None:
     by_name = "optim_wrapper={generator: {accumulative_counts: 2}, discriminator: null}"
     wrapper = runner_of(gan, "out", SINGLE, by_name).state.optim_wrapper
-    assert [one._accumulative_counts for one in wrapper.values()] == [2, 1]
+    assert [member._accumulative_counts for member in wrapper.values()] == [2, 1]
     common = "optim_wrapper={type: AmpOptimWrapper, dtype: bfloat16, clip_grad: {max_norm: 1}}"
     wrapper = runner_of(gan, "out", SINGLE, common).state.optim_wrapper
-    assert {type(one).__name__ for one in wrapper.values()} == {"AmpOptimWrapper"}
+    assert {type(member).__name__ for member in wrapper.values()} == {"AmpOptimWrapper"}
     common = "optim_wrapper={clip_grad: {max_norm: 1}}"
     assert all(
-        one.clip for one in runner_of(gan, "out", SINGLE, common).state.optim_wrapper.values()
+        member.clip for member in runner_of(gan, "out", SINGLE, common).state.optim_wrapper.values()
     )
 
 
@@ -304,13 +306,17 @@ def test_accumulation_counts_reach_every_member(gan: Path) -> None:
     state = runner.train()
     # 48 batches are nine windows of five and one of three.
     assert (state.iteration, state.step) == (48, 10)
-    assert [one.inner_count for one in state.optim_wrapper.values()] == [48, 48]
-    assert [one.max_counts for one in state.optim_wrapper.values()] == [48, 48]
+    assert [member.inner_count for member in state.optim_wrapper.values()] == [48, 48]
+    assert [member.max_counts for member in state.optim_wrapper.values()] == [48, 48]
 
 
 def test_paramwise_of_a_single_optimizer(run: Path) -> None:
-    given = ["optimizer.paramwise={bias_lr_mult: 2}", "hooks.progress=false", f"run_dir={run}/out"]
-    runner = Runner.from_config(load_config("points.yaml", given))
+    settings = [
+        "optimizer.paramwise={bias_lr_mult: 2}",
+        "hooks.progress=false",
+        f"run_dir={run}/out",
+    ]
+    runner = Runner.from_config(load_config("points.yaml", settings))
     runner.train()
     rates = {name: value for name, value in records(run / "out")[0].items() if name[:2] == "lr"}
     assert rates == pytest.approx({"lr": 0.01, "lr/bias": 0.02})
@@ -348,26 +354,28 @@ def _groups_of_a_resumed_run(folder: str) -> list[list[Any]]:
     fixed = (paramwise, "hooks.progress=false", "model.net.type=points.Net")
 
     def run(name: str, wrapper: str, epochs: int, resume: bool) -> Any:
-        given = (f"run_dir={path / name}", f"wrapper={{type: {wrapper}}}")
-        config = load_config(path / "points.yaml", (*fixed, *given, f"train.max_epochs={epochs}"))
+        settings = (f"run_dir={path / name}", f"wrapper={{type: {wrapper}}}")
+        config = load_config(
+            path / "points.yaml", (*fixed, *settings, f"train.max_epochs={epochs}")
+        )
         runner = Runner.from_config(config)
         runner.train(resume=resume)
         return runner
 
     run("parts", "ddp", 2, False)
-    found = []
-    for one in (run("whole", "fsdp", 4, False), run("parts", "fsdp", 4, True)):
-        groups = one.state.optim_wrapper.optimizer.param_groups
+    results = []
+    for trained in (run("whole", "fsdp", 4, False), run("parts", "fsdp", 4, True)):
+        groups = trained.state.optim_wrapper.optimizer.param_groups
         options = [(group["name"], group["lr"], group["weight_decay"]) for group in groups]
-        found.append([options, one.state.metrics])
-    return found
+        results.append([options, trained.state.metrics])
+    return results
 
 
 @pytest.mark.slow
 def test_groups_resume_under_another_wrapper(run: Path) -> None:
-    for whole, parts in run_ranks(_groups_of_a_resumed_run, 2, str(run)):
-        assert whole[0] == parts[0]
-        assert whole[1] == pytest.approx(parts[1], rel=1e-4)
+    for uninterrupted, resumed in run_ranks(_groups_of_a_resumed_run, 2, str(run)):
+        assert uninterrupted[0] == resumed[0]
+        assert uninterrupted[1] == pytest.approx(resumed[1], rel=1e-4)
 
 
 def test_clipping_by_value_given_by_name(gan: Path) -> None:
@@ -382,5 +390,5 @@ def test_a_scale_by_name_and_for_all(gan: Path) -> None:
     amp = f"type: AmpOptimWrapper, dtype: float16, {scale}"
     for text in (f"{{{amp}}}", f"{{generator: {{{amp}}}, discriminator: {{{amp}}}}}"):
         wrappers = runner_of(gan, "out", SINGLE, f"optim_wrapper={text}").state.optim_wrapper
-        for one in wrappers.values():
-            assert one.loss_scaler.get_growth_interval() == 7
+        for wrapper in wrappers.values():
+            assert wrapper.loss_scaler.get_growth_interval() == 7

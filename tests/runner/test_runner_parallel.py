@@ -57,7 +57,7 @@ def test_split_over_two_ranks(optimizer: str, dtype: str, limit: float) -> None:
         *slow(
             ("ddp", "AdamW", "float64", 1e-12),
             ("fsdp", "SGD", "float64", 1e-12),
-            *((one, two, "float32", 2e-6) for one in ("ddp", "fsdp") for two in OPTIMIZERS),
+            *((wrapper, two, "float32", 2e-6) for wrapper in ("ddp", "fsdp") for two in OPTIMIZERS),
         ),
     ],
 )
@@ -120,8 +120,8 @@ FORMS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 def prepared(form: str, **sections: Any) -> tuple[int, Any]:
     """Return the number of ranks and the config of a form with further sections."""
-    ranks, data_size, own = FORMS[form]
-    return ranks, with_("AdamW", data_size, **own, **sections)
+    ranks, data_size, form_sections = FORMS[form]
+    return ranks, with_("AdamW", data_size, **form_sections, **sections)
 
 
 @pytest.mark.parametrize("form", ["single", "fsdp", *slow("ddp")])
@@ -180,18 +180,18 @@ def _facts(config: dict[str, Any]) -> tuple[Any, ...]:
     runner = Runner.from_config(config)
     wrapper = runner.state.model
     loader: Any = runner._train_loop.dataloader
-    first = next(iter(loader))[0]
-    return type(wrapper), torch.rand(()).item(), first.sum().item(), len(first)
+    batch = next(iter(loader))[0]
+    return type(wrapper), torch.rand(()).item(), batch.sum().item(), len(batch)
 
 
 def test_ranks_of_a_tensor_group_see_and_draw_the_same() -> None:
     config = settings(2, mesh={"data": 2, "tensor": 2}, **TP)
-    first, second, third, fourth = run_ranks(_facts, 4, config)
-    assert first == second
+    rank_0, second, third, fourth = run_ranks(_facts, 4, config)
+    assert rank_0 == second
     assert third == fourth
-    assert first[0] is StepDistributedDataParallel
-    assert first[1:3] != third[1:3]
-    assert first[3] == third[3] == 4
+    assert rank_0[0] is StepDistributedDataParallel
+    assert rank_0[1:3] != third[1:3]
+    assert rank_0[3] == third[3] == 4
 
 
 @pytest.mark.parametrize(
@@ -206,15 +206,15 @@ def test_ranks_of_a_tensor_group_see_and_draw_the_same() -> None:
 def test_chosen_by_size(memory_gib: float | None, ranks: int, expected: type) -> None:
     tables = {"fsdp": {"shard": ["Block"]}, "ddp": {"gradient_as_bucket_view": True}}
     config = settings(ranks, wrapper={"type": "auto", "memory_gib": memory_gib, **tables})
-    assert {one[0] for one in run_ranks(_facts, ranks, config)} == {expected}
+    assert {facts[0] for facts in run_ranks(_facts, ranks, config)} == {expected}
 
 
 def test_dropout_is_the_same_on_all_ranks_of_a_tensor_group() -> None:
     config = settings(1, mesh={"tensor": 2}, **TP)
     config["model"]["net"]["dropout"] = 0.3
-    first, second = run_ranks(trained, 2, config)
-    assert apart(first, second) == 0
-    assert apart(first, by_hand(settings())) > 1e-3
+    rank_0, second = run_ranks(trained, 2, config)
+    assert apart(rank_0, second) == 0
+    assert apart(rank_0, by_hand(settings())) > 1e-3
 
 
 class _Open:

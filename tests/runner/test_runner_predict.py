@@ -47,10 +47,12 @@ def test_predictions_equal_the_evaluated_models(nproc: int, run: Path, capsys: C
     scores = torch.tensor([line["preds"] for line in lines])
     torch.testing.assert_close(scores, torch.tensor(_scores(load_model("runs/points"), 21)))
     records = _lines(run / "runs/points/metrics.jsonl")
-    tested = next(one for one in records if one["phase"] == "test")
-    right = [line["preds"][1] > line["preds"][0] for line in lines]
-    right = [found == bool(line["target"]) for found, line in zip(right, lines, strict=True)]
-    assert sum(right) / 21 == pytest.approx(tested["accuracy"], abs=1e-6)
+    tested = next(record for record in records if record["phase"] == "test")
+    correct = [line["preds"][1] > line["preds"][0] for line in lines]
+    correct = [
+        predicted == bool(line["target"]) for predicted, line in zip(correct, lines, strict=True)
+    ]
+    assert sum(correct) / 21 == pytest.approx(tested["accuracy"], abs=1e-6)
     assert records == _lines(run / "runs/points/metrics.jsonl")
 
 
@@ -59,8 +61,8 @@ def test_checkpoint_and_data_can_be_chosen(run: Path, capsys: Capture) -> None:
     capsys.readouterr()
     (run / "more.yaml").write_text("dataset: {type: points.Points, size: 30}\nbatch_size: 7\n")
     (run / "val.more.yaml").write_text((run / "more.yaml").read_text())
-    others = (("more.yaml", 30), ("val.more.yaml", 30))
-    for data, size in (("val", 20), ("train", 48), ("test", 21), *others):
+    files = (("more.yaml", 30), ("val.more.yaml", 30))
+    for data, size in (("val", 20), ("train", 48), ("test", 21), *files):
         words = ["--data", data, "--out", f"{data}.npz", "--checkpoint", "latest"]
         assert main(["predict", "points.yaml", *words]) == 0
         out = capsys.readouterr().out
@@ -80,7 +82,7 @@ def test_a_rank_that_fails_leaves_nothing_behind(
     code, _, err = start("train", "points.yaml", "train.max_epochs=1").finish()
     assert code == 0, err
     before = sorted(tmp_path.iterdir())
-    bad = [f"data.test.dataset.{one}" for one in ("bad=19", "bad_rank=1", deadly)]
+    bad = [f"data.test.dataset.{setting}" for setting in ("bad=19", "bad_rank=1", deadly)]
     words = ("--nproc=3", "--out=p.jsonl", "data.test.batch_size=1")
     code, _, err = start("predict", "runs/points", *words, *bad).finish()
     assert code == 1
@@ -132,7 +134,7 @@ def test_objects(tmp_path: Path) -> None:
     path = tmp_path / "predictions.jsonl"
     assert Runner(model, test_loop=TestLoop(loader), hooks=()).predict(path) == 5
     expected = model.net(data.tensors[0])
-    torch.testing.assert_close(torch.tensor([one["preds"] for one in _lines(path)]), expected)
+    torch.testing.assert_close(torch.tensor([line["preds"] for line in _lines(path)]), expected)
     other = tmp_path / "other.jsonl"
     assert Runner(model, hooks=()).predict(other, loader=loader) == 5
     assert other.read_text() == path.read_text()

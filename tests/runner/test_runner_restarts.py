@@ -24,10 +24,12 @@ IN_ORDER = "data.train.shuffle=false"
 def assert_equals_uninterrupted(folder: Path, nproc: int, *settings: str) -> None:
     """Compare the run in a folder with an uninterrupted one."""
     run_ranks(train_here, nproc, folder, "whole", False, *settings)
-    last = [find_checkpoint(folder / name) for name in ("run", "whole")]
-    run, whole = (load_checkpoint(path).read("model.pt") for path in last if path)
-    assert_identical(run, whole)
-    trained = [one for one in timeless_records(folder / "run") if one.get("phase") != "test"]
+    newest = [find_checkpoint(folder / name) for name in ("run", "whole")]
+    run, uninterrupted = (load_checkpoint(path).read("model.pt") for path in newest if path)
+    assert_identical(run, uninterrupted)
+    trained = [
+        record for record in timeless_records(folder / "run") if record.get("phase") != "test"
+    ]
     assert trained == timeless_records(folder / "whole")
 
 
@@ -41,7 +43,7 @@ def test_a_killed_rank_restarts_all_and_does_not_change_the_weights(
     settings = (IN_ORDER, f"wrapper.type={wrapper}")
     # The last sample of the first epoch kills the last rank.
     bad = ("bad=47", f"bad_rank={nproc - 1}", "deadly=true")
-    deadly = [f"data.train.dataset.{one}" for one in bad]
+    deadly = [f"data.train.dataset.{setting}" for setting in bad]
     command = start(*TRAIN, f"--nproc={nproc}", "--max-restarts=2", *settings, *deadly)
     code, _, err = command.finish()
     assert code == 0, err

@@ -23,18 +23,18 @@ def test_a_second_run_is_refused_until_the_first_is_gone(
     # Workers live some seconds longer, but must not hold the lock.
     slow = ("data.train.dataset.pause_s=0.01", "train.max_epochs=500", "data.train.num_workers=1")
     words = ("train", "points.yaml", "--run-dir", "run")
-    first = start(*words, *slow)
-    first.wait_for(run / "run", 2)
+    running = start(*words, *slow)
+    running.wait_for(run / "run", 2)
     before = set((run / "run/checkpoints").glob("step_*"))
     for how in ((), ("--resume",), ("--fresh",)):
         assert main([*words, *how]) == 2
         message = capsys.readouterr().err
-        owner = f"run is in use by process {first.process.pid} on {socket.gethostname()}, since "
+        owner = f"run is in use by process {running.process.pid} on {socket.gethostname()}, since "
         assert owner in message
         assert "or start another run with --run-dir run-2" in message
     assert before <= set((run / "run/checkpoints").glob("step_*"))
-    first.process.send_signal(signal.SIGKILL)
-    first.process.wait()
+    running.process.send_signal(signal.SIGKILL)
+    running.process.wait()
     assert main([*words, "--resume", "train.max_epochs=1"]) == 0
     assert not (run / "run/run.lock").exists()
 
@@ -62,15 +62,15 @@ def test_every_rank_is_refused(tmp_path: Path) -> None:
 def test_the_working_directory_as_run_folder(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = ["train", "points.yaml", "--run-dir", ".", "train.max_epochs=1"]
-    assert main(here) == 0
-    assert main(here) == 2
+    command_words = ["train", "points.yaml", "--run-dir", ".", "train.max_epochs=1"]
+    assert main(command_words) == 0
+    assert main(command_words) == 2
     assert f"start another one with --run-dir {run}-2" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_created(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    what = "the folder points.yaml/run cannot be created: Not a directory\n"
+    reason = "the folder points.yaml/run cannot be created: Not a directory\n"
     assert main(["train", "points.yaml", "--run-dir", "points.yaml/run"]) == 2
-    assert capsys.readouterr().err == f"--run-dir: {what}"
+    assert capsys.readouterr().err == f"--run-dir: {reason}"
     assert main(["train", "points.yaml", "run_dir=points.yaml/run"]) == 2
-    assert capsys.readouterr().err == f"override run_dir=points.yaml/run: run_dir: {what}"
+    assert capsys.readouterr().err == f"override run_dir=points.yaml/run: run_dir: {reason}"

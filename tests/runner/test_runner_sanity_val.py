@@ -21,9 +21,9 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-def _weights_by_rank(place: str, tried: bool) -> dict[str, Tensor]:
-    shares = 1 if place == "tensor" else 2
-    config = settings(shares, seed=1, **PLACES[place])
+def _weights_by_rank(form: str, tried: bool) -> dict[str, Tensor]:
+    shares = 1 if form == "tensor" else 2
+    config = settings(shares, seed=1, **PLACES[form])
     config["model"]["net"]["dropout"] = 0.5
     config["train"]["sanity_val"] = tried
     # The last batch of rank 1 is shorter.
@@ -31,14 +31,14 @@ def _weights_by_rank(place: str, tried: bool) -> dict[str, Tensor]:
     config["metrics"] = {"loss": {"type": "MeanLoss"}}
     runner = Runner.from_config(config)
     runner.train()
-    found = whole_weights(runner.state.model.module)
-    return {**found, "loss": torch.tensor(runner.state.metrics["loss"])}
+    weights = whole_weights(runner.state.model.module)
+    return {**weights, "loss": torch.tensor(runner.state.metrics["loss"])}
 
 
-@pytest.mark.parametrize("place", ["ddp", *slow("fsdp", "tensor")])
-def test_weights_of_parallel_runs_do_not_depend_on_it(place: str) -> None:
-    plain = run_ranks(_weights_by_rank, 2, place, False)
-    tried = run_ranks(_weights_by_rank, 2, place, True)
-    for left, right in zip(plain, tried, strict=True):
-        assert left.keys() == right.keys()
-        assert all(torch.equal(left[name], right[name]) for name in left)
+@pytest.mark.parametrize("form", ["ddp", *slow("fsdp", "tensor")])
+def test_weights_of_parallel_runs_do_not_depend_on_it(form: str) -> None:
+    plain = run_ranks(_weights_by_rank, 2, form, False)
+    tried = run_ranks(_weights_by_rank, 2, form, True)
+    for plain_weights, tried_weights in zip(plain, tried, strict=True):
+        assert plain_weights.keys() == tried_weights.keys()
+        assert all(torch.equal(plain_weights[name], tried_weights[name]) for name in plain_weights)

@@ -28,8 +28,8 @@ def test_a_run_goes_back_to_before_the_step(run: Path, capsys: Capture) -> None:
     skips = ["train.skip_steps=[20, '26-27']", "run_dir=known"]
     assert main(["train", "points.yaml", *skips]) == 0
     assert load_config("plain/config.yaml").select("train.skip_steps") == [20, "26-27"]
-    ours, known = final_weights(run / "plain"), final_weights(run / "known")
-    assert all(ours[name].equal(known[name]) for name in known)
+    ours, skipped = final_weights(run / "plain"), final_weights(run / "known")
+    assert all(ours[name].equal(skipped[name]) for name in skipped)
     assert main(["train", "points.yaml", "run_dir=all"]) == 0
     every = final_weights(run / "all")
     assert not all(ours[name].equal(every[name]) for name in every)

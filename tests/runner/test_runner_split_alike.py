@@ -23,7 +23,7 @@ def _error_of(config: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(("ranks", "form"), FORMS)
 @pytest.mark.parametrize(
-    ("left_out", "first", "optim"),
+    ("left_out", "param_name", "optim"),
     [
         ("net.norm", "net.norm.weight", {}),
         ("net.blocks.*norm?", "net.blocks.0.norm1.weight", {"accumulative_counts": 2}),
@@ -32,7 +32,7 @@ def _error_of(config: dict[str, Any]) -> str:
 )
 @pytest.mark.slow
 def test_norms_left_out_of_a_sequence_plan(
-    ranks: int, form: dict[str, Any], left_out: str, first: str, optim: dict[str, Any]
+    ranks: int, form: dict[str, Any], left_out: str, param_name: str, optim: dict[str, Any]
 ) -> None:
     plan = {name: style for name, style in SEQUENCE_PLAN.items() if name != left_out}
     config = settings(ranks // 2, tensor_parallel={"plan": plan}, **form)
@@ -40,7 +40,8 @@ def test_norms_left_out_of_a_sequence_plan(
         config["optim_wrapper"] = optim
     for message in run_ranks(_error_of, ranks, config):
         assert (
-            f"the gradient of {first!r} must be the same on all ranks of a tensor group" in message
+            f"the gradient of {param_name!r} must be the same on all ranks of a tensor group"
+            in message
         )
 
 

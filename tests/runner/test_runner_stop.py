@@ -40,7 +40,7 @@ def timeless_records(run_dir: Path) -> list[dict[str, float | str]]:
     """Return the log records of a run without the values that depend on time."""
     timed = {"time", "samples_per_s", "steps_per_s", "data_share"}
     timed |= {"hooks_share", "slowest_rank", "rank_wait_share"}
-    return [{k: v for k, v in one.items() if k not in timed} for one in records(run_dir)]
+    return [{k: v for k, v in record.items() if k not in timed} for record in records(run_dir)]
 
 
 @pytest.mark.slow
@@ -139,8 +139,12 @@ def test_a_signal_to_every_process_of_a_job_saves(
     assert "stopped by SIGTERM: at step" in out
     assert command.wait_gone() == []
     # No folders of multiprocessing and no incomplete checkpoints are left either.
-    left = [*tmp_path.glob("pymp-*"), *tmp_path.glob("stepwrap_*"), *tmp_path.rglob("incomplete_*")]
-    assert left == []
+    leftovers = [
+        *tmp_path.glob("pymp-*"),
+        *tmp_path.glob("stepwrap_*"),
+        *tmp_path.rglob("incomplete_*"),
+    ]
+    assert leftovers == []
 
 
 @pytest.mark.slow
@@ -183,8 +187,8 @@ def test_a_signal_in_the_final_test_names_the_last_checkpoint(
     command.process.send_signal(signal.SIGTERM)
     code, _, err = command.finish()
     assert code == 128 + signal.SIGTERM
-    last = f"run/checkpoints/step_{12 // nproc:08d}"
-    assert err.startswith(f"stopped by SIGTERM; the last checkpoint is {last}")
+    checkpoint = f"run/checkpoints/step_{12 // nproc:08d}"
+    assert err.startswith(f"stopped by SIGTERM; the last checkpoint is {checkpoint}")
 
 
 @pytest.mark.slow
@@ -195,10 +199,12 @@ def test_a_raising_rank_ends_all_and_is_named_and_the_resume_is_exact(
     command = start(*TRAIN, "--nproc=2", "data.train.shuffle=false", *bad)
     code, _, err = command.finish()
     assert code == 1
-    first, place, _, hint, saved = (line for line in err.splitlines() if "incomplete_" not in line)
-    assert first == "ValueError: sample 41 is broken (rank 1)"
-    assert place.startswith(f"  at {tmp_path / 'points.py'}:")
-    assert place.endswith("in __getitem__")
+    message, location, _, hint, saved = (
+        line for line in err.splitlines() if "incomplete_" not in line
+    )
+    assert message == "ValueError: sample 41 is broken (rank 1)"
+    assert location.startswith(f"  at {tmp_path / 'points.py'}:")
+    assert location.endswith("in __getitem__")
     assert "--debug" in hint
     assert "the last checkpoint is run/checkpoints/step_00000003" in saved
     assert command.left_over() == []
@@ -206,7 +212,7 @@ def test_a_raising_rank_ends_all_and_is_named_and_the_resume_is_exact(
 
 
 @pytest.mark.parametrize(
-    ("part", "deadly", "message"),
+    ("loader", "deadly", "message"),
     [
         ("train", "true", "killed by SIGKILL"),
         *slow(
@@ -217,10 +223,10 @@ def test_a_raising_rank_ends_all_and_is_named_and_the_resume_is_exact(
 )
 @pytest.mark.slow
 def test_a_rank_that_is_gone_ends_all_and_is_named(
-    start: Start, tmp_path: Path, part: str, deadly: str, message: str
+    start: Start, tmp_path: Path, loader: str, deadly: str, message: str
 ) -> None:
-    bad = (f"data.{part}.dataset.bad=7", f"data.{part}.dataset.bad_rank=1")
-    how = ("data.train.shuffle=false", f"data.{part}.dataset.deadly={deadly}")
+    bad = (f"data.{loader}.dataset.bad=7", f"data.{loader}.dataset.bad_rank=1")
+    how = ("data.train.shuffle=false", f"data.{loader}.dataset.deadly={deadly}")
     command = start(*TRAIN, "--nproc=2", *bad, *how)
     code, _, err = command.finish()
     assert code == 1

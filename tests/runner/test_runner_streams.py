@@ -66,11 +66,11 @@ def write(kind: str, rows: int, files: int) -> dict[str, Any]:
     values = torch.randn(rows, 4, generator=generator).tolist()
     data = [{"id": at, "x": values[at], "y": at % 2} for at in range(rows)]
     for at in range(files):
-        part = data[at * rows // files : (at + 1) * rows // files]
+        file_rows = data[at * rows // files : (at + 1) * rows // files]
         if kind == "parquet":
-            parquet.write_table(pyarrow.Table.from_pylist(part), f"{at}.parquet")
+            parquet.write_table(pyarrow.Table.from_pylist(file_rows), f"{at}.parquet")
         else:
-            Path(f"{at}.json").write_text("".join(json.dumps(row) + "\n" for row in part))
+            Path(f"{at}.json").write_text("".join(json.dumps(row) + "\n" for row in file_rows))
     named = [f"{at}.{kind}" for at in range(files)]
     return {"type": "datasets.load_dataset", "path": kind, "data_files": named,
             "split": "train", "streaming": True, "cache_dir": "cache"}  # fmt: skip
@@ -99,9 +99,9 @@ def trained(config: dict[str, Any], resume: bool = False, stop_at: int = 0) -> A
     return Record.rows, whole_weights(state.model.module), state.metrics
 
 
-def seen(*parts: dict[str, list[int]]) -> dict[str, Counter[int]]:
-    epochs = sorted({epoch for part in parts for epoch in part})
-    return {e: Counter(row for part in parts for row in part.get(e, ())) for e in epochs}
+def seen(*rank_counts: dict[str, list[int]]) -> dict[str, Counter[int]]:
+    epochs = sorted({epoch for counts in rank_counts for epoch in counts})
+    return {e: Counter(row for counts in rank_counts for row in counts.get(e, ())) for e in epochs}
 
 
 @pytest.mark.parametrize(
@@ -118,20 +118,22 @@ def test_each_row_once_per_epoch_and_after_a_resume(
     kind: str, rows: int, files: int, workers: int, sections: str
 ) -> None:
     config = config_of(write(kind, rows, files), workers, **UNEVEN.get(sections, {}))
-    whole = run_ranks(trained, 2, {**config, "run_dir": "runs/whole"}, timeout_s=200)
+    uninterrupted = run_ranks(trained, 2, {**config, "run_dir": "runs/whole"}, timeout_s=200)
     once = Counter(range(rows))
-    found = seen(*(part for part, _, _ in whole))
-    assert found["0"] == found["1"] == once
+    counted = seen(*(counts for counts, _, _ in uninterrupted))
+    assert counted["0"] == counted["1"] == once
     # Two validations.
-    assert found["val"] == once + once
+    assert counted["val"] == once + once
 
-    parts = {**config, "run_dir": "runs/parts"}
-    stopped = run_ranks(trained, 2, parts, stop_at=2, timeout_s=200)
-    resumed = run_ranks(trained, 2, parts, resume=True, timeout_s=200)
-    found = seen(*(part for part, _, _ in (*stopped, *resumed)))
-    assert found["0"] == found["1"] == once
-    for (_, weights, metrics), (_, expected, wanted) in zip(resumed, whole, strict=True):
-        assert metrics == wanted
+    settings = {**config, "run_dir": "runs/parts"}
+    stopped = run_ranks(trained, 2, settings, stop_at=2, timeout_s=200)
+    resumed = run_ranks(trained, 2, settings, resume=True, timeout_s=200)
+    counted = seen(*(counts for counts, _, _ in (*stopped, *resumed)))
+    assert counted["0"] == counted["1"] == once
+    for (_, weights, metrics), (_, expected, expected_metrics) in zip(
+        resumed, uninterrupted, strict=True
+    ):
+        assert metrics == expected_metrics
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 

@@ -23,16 +23,22 @@ def make_model() -> SupervisedModel:
 
 def test_layers_shapes_parameters_and_flops_of_a_model() -> None:
     batch = (torch.rand(2, 1, 8, 8), torch.tensor([0, 1]))
-    found = summarize(make_model(), batch)
-    assert found.error is None
-    rows = {one.name: (one.kind, one.shape, one.parameters) for one in found.layers}
+    model_summary = summarize(make_model(), batch)
+    assert model_summary.error is None
+    rows = {
+        layer.name: (layer.kind, layer.shape, layer.parameters) for layer in model_summary.layers
+    }
     assert rows["net"] == ("Sequential", (2, 10), 40 + 2570)
     assert rows["net.0"] == ("Conv2d", (2, 4, 8, 8), 40)
     assert rows["net.2"] == ("Linear", (2, 10), 2570)
-    assert (found.parameters, found.trainable, found.samples) == (2610, 2570, 2)
-    assert found.size_bytes == 4 * 2610
+    assert (model_summary.parameters, model_summary.trainable, model_summary.samples) == (
+        2610,
+        2570,
+        2,
+    )
+    assert model_summary.size_bytes == 4 * 2610
     # Two operations per product: the convolution has 9 products per output, the layer 256.
-    assert found.flops == 2 * (2 * 4 * 64 * 9 + 2 * 10 * 256)
+    assert model_summary.flops == 2 * (2 * 4 * 64 * 9 + 2 * 10 * 256)
 
 
 class Broken(BaseModel):
@@ -46,10 +52,10 @@ class Broken(BaseModel):
 
 def test_a_forward_that_fails_is_reported_and_leaves_the_model_as_it_was() -> None:
     model = Broken().train()
-    found = summarize(model, [torch.rand(2, 4)])
-    assert "cannot be multiplied" in str(found.error)
-    assert {one.name: one.shape for one in found.layers}["inner"] is None
-    assert found.parameters == 12
+    model_summary = summarize(model, [torch.rand(2, 4)])
+    assert "cannot be multiplied" in str(model_summary.error)
+    assert {layer.name: layer.shape for layer in model_summary.layers}["inner"] is None
+    assert model_summary.parameters == 12
     assert model.training
     assert not model.inner._forward_hooks
 

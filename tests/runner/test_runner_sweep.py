@@ -52,9 +52,9 @@ def test_all_mistakes_in_a_space_are_reported_with_their_lines(
         "space.yaml:6: data.train.batch_size: log and step exclude each other",
         "space.yaml:7: train.max_epochs: log needs a low above 0, got 0",
     ]
-    found = text.splitlines()
-    assert len(found) == len(lines)
-    assert all(map(str.startswith, found, lines)), text
+    messages = text.splitlines()
+    assert len(messages) == len(lines)
+    assert all(map(str.startswith, messages, lines)), text
 
 
 def test_the_config_must_accept_the_values(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,9 +85,9 @@ def new_sweep(folder: Path, *, higher_is_better: bool = True) -> Sweep:
 
 
 def test_a_folder_keeps_one_sweep_and_repeats_interrupted_trials(tmp_path: Path) -> None:
-    first = new_sweep(tmp_path)
-    trial = first.next_trial()
-    values = first.values_of(trial)
+    sweep = new_sweep(tmp_path)
+    trial = sweep.next_trial()
+    values = sweep.values_of(trial)
     assert values["optimizer.lr"] in (0.1, [1, "a"])
     # As after a killed sweep, which records no end of its trial.
     again = new_sweep(tmp_path)
@@ -95,7 +95,7 @@ def test_a_folder_keeps_one_sweep_and_repeats_interrupted_trials(tmp_path: Path)
     again.repeat_interrupted()
     repeated = again.next_trial()
     assert again.values_of(repeated) == values
-    assert again.run_dir(repeated) == first.run_dir(trial) == tmp_path / "trial_0000"
+    assert again.run_dir(repeated) == sweep.run_dir(trial) == tmp_path / "trial_0000"
     assert again.trials == []
     assert again.run_dir(again.next_trial()) == tmp_path / "trial_0002"
     with pytest.raises(ValueError, match="holds a sweep with another mode"):
@@ -120,12 +120,12 @@ def test_all_ranks_stop_a_trial_that_is_worse_than_the_median(tmp_path: Path) ->
         for step in (10, 20, 30):
             trial.report(0.8, step)
         study.tell(trial, 0.8)
-    bad, good, kept = (sweep.next_trial()._trial_id for _ in range(3))
+    bad, good, pruned = (sweep.next_trial()._trial_id for _ in range(3))
     reason = "the sweep pruned the trial at accuracy 0.1"
     assert run_ranks(_judged, 2, tmp_path, bad, 0.1, True) == [reason] * 2
     assert run_ranks(_judged, 2, tmp_path, good, 0.9, True) == [""] * 2
-    assert run_ranks(_judged, 2, tmp_path, kept, 0.1, False) == [""] * 2
-    marks = [one.user_attrs.get("pruned") for one in study.get_trials()]
+    assert run_ranks(_judged, 2, tmp_path, pruned, 0.1, False) == [""] * 2
+    marks = [trial.user_attrs.get("pruned") for trial in study.get_trials()]
     assert marks == [None] * 5 + [True, None, None]
 
 
@@ -161,10 +161,10 @@ def test_it_continues_after_ctrl_c_and_a_kill(
     words += ["data.train.dataset.pause_s=0.02", "hooks.checkpoint.every_steps=1"]
     folder = tmp_path / "sweeps" / "points"
 
-    first = start(*words)
-    first.wait_for(folder / "trial_0000", 1)
-    first.process.send_signal(signal.SIGINT)
-    code, out, err = first.finish()
+    started = start(*words)
+    started.wait_for(folder / "trial_0000", 1)
+    started.process.send_signal(signal.SIGINT)
+    code, out, err = started.finish()
     assert code == 130, out + err
     assert "0 trials: 0 completed, 0 pruned, 0 failed\nstopped by Ctrl-C; the same command" in out
 

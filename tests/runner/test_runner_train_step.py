@@ -98,8 +98,8 @@ def test_a_function_in_a_config_of_one_process(wrapper: str | None) -> None:
     config = settings(optimizer={"type": "SGD", "lr": 0.1}, wrapper=chosen, train_step=STEP)
     runner = Runner.from_config(config)
     runner.train()
-    found = {k: v.detach() for k, v in runner.state.model.module.named_parameters()}
-    assert apart(found, expected()) <= 1e-12
+    weights = {k: v.detach() for k, v in runner.state.model.module.named_parameters()}
+    assert apart(weights, expected()) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_a_function_in_a_config_of_one_process(wrapper: str | None) -> None:
 def test_a_function_in_a_config_of_two_ranks(wrapper: str, step: Any) -> None:
     chosen = {"type": wrapper}
     config = settings(2, optimizer={"type": "SGD", "lr": 0.1}, wrapper=chosen, train_step=step)
-    for found in run_ranks(trained, 2, config):
-        assert apart(found, expected()) <= 1e-12
+    for weights in run_ranks(trained, 2, config):
+        assert apart(weights, expected()) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_the_page_is_true(tmp_path: Path) -> None:
     exec(codes[3], names)
     searching = type("Searching", (SingleDevice,), {"train_step": names["train_step"]})(model())
     optim = OptimWrapper(torch.optim.LBFGS(searching.parameters()))
-    first = [searching.train_step(batches()[0], optim)["loss"].item() for _ in range(2)]
-    assert first[1] < first[0]
+    losses = [searching.train_step(batches()[0], optim)["loss"].item() for _ in range(2)]
+    assert losses[1] < losses[0]
     careful = names["Careful"](model())
     optim = OptimWrapper(torch.optim.SGD(careful.parameters(), lr=0.1))
     assert set(careful.train_step(batches()[0], optim)) == {"loss"}

@@ -28,22 +28,22 @@ def runner(tmp_path: Path, *words: str) -> Runner:
     return Runner.from_config(load_config("digits_single", [f"run_dir={tmp_path}", *QUIET, *words]))
 
 
-def first_batches(made: Runner) -> dict[str, list[Any]]:
-    loops = {"train": made._train_loop, "val": made._val_loop, "test": made._test_loop}
+def first_batches(trained: Runner) -> dict[str, list[Any]]:
+    loops = {"train": trained._train_loop, "val": trained._val_loop, "test": trained._test_loop}
     return {name: [batch[1] for batch in loop.dataloader] for name, loop in loops.items()}
 
 
 def test_limited_batches_are_the_same_in_each_pass(tmp_path: Path) -> None:
-    made = runner(tmp_path, "limit_batches=2", "data.train.batch_size=16")
-    state = made.train()
+    limited = runner(tmp_path, "limit_batches=2", "data.train.batch_size=16")
+    state = limited.train()
     assert state.step == 2 * state.epoch
-    batches = first_batches(made)
-    assert [len(one) for one in batches["train"]] == [16, 16]
+    batches = first_batches(limited)
+    assert [len(labels) for labels in batches["train"]] == [16, 16]
     assert len(batches["val"]) <= 2
     again = first_batches(runner(tmp_path / "b", "limit_batches=2", "data.train.batch_size=16"))
     sorted_labels = [
-        sorted(label for one in found["train"] for label in one.tolist())
-        for found in (batches, again)
+        sorted(label for labels in read_batches["train"] for label in labels.tolist())
+        for read_batches in (batches, again)
     ]
     assert sorted_labels[0] == sorted_labels[1]
     # A random selection has several classes, unlike the first samples of a sorted data set.
@@ -52,20 +52,24 @@ def test_limited_batches_are_the_same_in_each_pass(tmp_path: Path) -> None:
 
 def test_overfitting_trains_and_evaluates_on_the_same_samples(tmp_path: Path) -> None:
     words = ("overfit=1", "data.train.batch_size=32", "train.max_epochs=60", "schedulers=[]")
-    made = runner(tmp_path, *words)
-    state = made.train()
-    batches = first_batches(made)
-    assert [one.tolist() for one in batches["train"]] == [one.tolist() for one in batches["val"]]
-    assert [one.tolist() for one in batches["train"]] == [one.tolist() for one in batches["test"]]
+    overfitted = runner(tmp_path, *words)
+    state = overfitted.train()
+    batches = first_batches(overfitted)
+    assert [labels.tolist() for labels in batches["train"]] == [
+        labels.tolist() for labels in batches["val"]
+    ]
+    assert [labels.tolist() for labels in batches["train"]] == [
+        labels.tolist() for labels in batches["test"]
+    ]
     assert state.step == 60
     assert state.metrics["accuracy"] == 1.0
-    assert made.test()["accuracy"] == 1.0
+    assert overfitted.test()["accuracy"] == 1.0
 
 
 def test_a_limit_of_a_custom_loader_or_of_tensors_in_memory(tmp_path: Path) -> None:
-    made = runner(tmp_path, "limit_batches=1", "data.train.in_memory=true")
-    assert len(made._train_loop.dataloader) == 1
-    assert len(first_batches(made)["train"]) == 1
+    limited = runner(tmp_path, "limit_batches=1", "data.train.in_memory=true")
+    assert len(limited._train_loop.dataloader) == 1
+    assert len(first_batches(limited)["train"]) == 1
 
 
 def test_the_options_are_settings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,11 +87,11 @@ def test_the_suggestion_is_where_the_loss_falls_fastest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "start", "most", "found"),
+    ("limit", "start", "most", "best"),
     [(100, 8, None, 96), (3, 8, None, 3), (0, 8, None, 0), (1000, 8, 64, 64), (1000, 8, 50, 50)],
 )
 def test_the_largest_size_is_found_in_few_tries(
-    limit: int, start: int, most: int | None, found: int
+    limit: int, start: int, most: int | None, best: int
 ) -> None:
     tried: list[int] = []
 
@@ -96,7 +100,7 @@ def test_the_largest_size_is_found_in_few_tries(
         return Fit.FITS if size <= limit else Fit.TOO_LARGE
 
     good, reason = largest_batch_size(fits, start, most)
-    assert good == found
+    assert good == best
     assert len(tried) < 12
     assert len(tried) == len(set(tried))
     assert (reason is Fit.FITS) == (good == most)
@@ -125,7 +129,7 @@ def test_lr_find_draws_a_curve_and_suggests_a_rate(
 def test_lr_find_keeps_the_ratios_of_groups(
     rates: tuple[float, ...], expected: tuple[float, ...]
 ) -> None:
-    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": one} for one in rates]
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
     state = LoopState(nn.Linear(1, 1))
     state.optim_wrapper = OptimWrapper(torch.optim.SGD(groups, lr=rates[0]))
     RangeTestHook(8.0, 16.0, 2).on_train_start(state)

@@ -45,7 +45,7 @@ def parts_of(value: object) -> Iterator[object]:
 def holds(value: object, depth: int = 0) -> bool:
     if isinstance(value, float | str):
         return str(RATE) in str(value)
-    return depth < 9 and any(holds(part, depth + 1) for part in parts_of(value))
+    return depth < 9 and any(holds(child, depth + 1) for child in parts_of(value))
 
 
 def test_a_value_passes_few_files(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,15 +53,15 @@ def test_a_value_passes_few_files(run: Path, capsys: pytest.CaptureFixture[str])
     (run / "lr.yaml").write_text(f"_base_: points.yaml\n{arrived}\n")
     files: set[str] = set()
 
-    def note(frame: FrameType, event: str, given: object) -> None:
+    def note(frame: FrameType, event: str, argument: object) -> None:
         """Record the file of a function that takes or returns the value, also inside an object."""
         code = frame.f_code
         name = code.co_filename
         if event not in ("call", "return") or name in files or not name.startswith(OURS):
             return
         count = code.co_argcount + code.co_kwonlyargcount
-        taken = [frame.f_locals.get(one) for one in code.co_varnames[:count]]
-        if holds(taken if event == "call" else given):
+        arguments = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
+        if holds(arguments if event == "call" else argument):
             files.add(name)
 
     assert main(["check", "points.yaml"]) == 0
@@ -71,6 +71,6 @@ def test_a_value_passes_few_files(run: Path, capsys: pytest.CaptureFixture[str])
     finally:
         sys.setprofile(None)
     assert f"the rate is {RATE}" in capsys.readouterr().err
-    names = sorted(one.removeprefix(f"{ROOT}/") for one in files)
+    names = sorted(file.removeprefix(f"{ROOT}/") for file in files)
     assert "registry/text/files.py" in names
     assert len(names) <= 20, names

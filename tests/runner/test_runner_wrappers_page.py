@@ -29,13 +29,13 @@ pytestmark = [
 
 def blocks(language: str) -> list[Any]:
     """Return the page's blocks of a language, named by section; all but the first are slow."""
-    found = []
+    params = []
     for section in PAGE.split("\n## ")[1:]:
         title = section.partition("\n")[0].partition(":")[0]
         for code in re.findall(rf"```{language}\n(.*?)```", section, flags=re.DOTALL):
-            marks = [pytest.mark.slow] if found else []
-            found.append(pytest.param(code, id=title.replace(" ", "_"), marks=marks))
-    return found
+            marks = [pytest.mark.slow] if params else []
+            params.append(pytest.param(code, id=title.replace(" ", "_"), marks=marks))
+    return params
 
 
 class Gan(BaseModel):
@@ -91,8 +91,8 @@ def trained_by(text: str) -> list[str]:
 def test_the_configs_run(text: str) -> None:
     sections = read(text)
     ranks = sections["launch"]["nproc"]
-    kept = ["net.embed.weight"] if "freeze" in sections else []
-    assert run_ranks(trained_by, ranks, text, timeout_s=180) == [kept] * ranks
+    frozen = ["net.embed.weight"] if "freeze" in sections else []
+    assert run_ranks(trained_by, ranks, text, timeout_s=180) == [frozen] * ranks
 
 
 def run_code(code: str, folder: Path) -> list[str]:

@@ -45,7 +45,9 @@ class Case:
     cotangents: list[Tensor]
 
     def to(self, dtype: torch.dtype) -> "Case":
-        inputs, cotangents = ([one.to(dtype) for one in x] for x in (self.inputs, self.cotangents))
+        inputs, cotangents = (
+            [tensor.to(dtype) for tensor in x] for x in (self.inputs, self.cotangents)
+        )
         return Case(self.kind, inputs, cotangents)
 
 
@@ -57,8 +59,8 @@ def case(kind: str, dtype: torch.dtype, mean: float = 0.0) -> Case:
         shape = SHAPES[kind]
         return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
 
-    inputs = [(one + mean).to(dtype) for one in values()]
-    return Case(kind, inputs, [one.to(dtype) for one in values()])
+    inputs = [(tensor + mean).to(dtype) for tensor in values()]
+    return Case(kind, inputs, [tensor.to(dtype) for tensor in values()])
 
 
 def with_parameters(layer: Any) -> Any:
@@ -73,15 +75,15 @@ def with_parameters(layer: Any) -> Any:
 def results(layer: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return the quantities compared after the last step, in fp64."""
     of_layer = dict(layer.named_buffers())
-    of_layer |= {f"d{name}": one.grad for name, one in layer.named_parameters()}
-    found = {"y": torch.stack(list(outputs)), "dx": torch.stack(list(inputs)), **of_layer}
-    return {name: one.detach().double() for name, one in found.items()}
+    of_layer |= {f"d{name}": param.grad for name, param in layer.named_parameters()}
+    by_name = {"y": torch.stack(list(outputs)), "dx": torch.stack(list(inputs)), **of_layer}
+    return {name: tensor.detach().double() for name, tensor in by_name.items()}
 
 
-def train(layer: Any, call: Any, given: Case) -> dict[str, Tensor]:
+def train(layer: Any, call: Any, bn_case: Case) -> dict[str, Tensor]:
     """Run all steps with `call(x)`; the parameters' gradients are summed over the steps."""
     outputs, gradients = [], []
-    for x, cotangent in zip(given.inputs, given.cotangents, strict=True):
+    for x, cotangent in zip(bn_case.inputs, bn_case.cotangents, strict=True):
         x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
         y = call(x)
         assert y.dtype is x.dtype
@@ -91,10 +93,10 @@ def train(layer: Any, call: Any, given: Case) -> dict[str, Tensor]:
     return results(layer, outputs, gradients)
 
 
-def reference(given: Case, **options: Any) -> dict[str, Tensor]:
+def reference(bn_case: Case, **options: Any) -> dict[str, Tensor]:
     """Return the results of torch's layer on the whole batch in fp64."""
-    layer = with_parameters(PLAIN[given.kind](CHANNELS, **options).double())
-    return train(layer, layer, given.to(torch.float64))
+    layer = with_parameters(PLAIN[bn_case.kind](CHANNELS, **options).double())
+    return train(layer, layer, bn_case.to(torch.float64))
 
 
 def largest_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -105,17 +107,17 @@ def largest_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
         for name in expected
     }
     # max() can ignore a NaN.
-    return max(torch.nan_to_num(one, nan=float("inf")).item() for one in errors.values())
+    return max(torch.nan_to_num(error, nan=float("inf")).item() for error in errors.values())
 
 
-def splits(size: int, parts: int) -> dict[str, list[int]]:
+def splits(size: int, num_copies: int) -> dict[str, list[int]]:
     """Return sizes of even, uneven and partly empty chunks."""
-    if parts == 1:
+    if num_copies == 1:
         return {"even": [size]}
-    uneven = [1] * (parts - 1)
-    rest = [0, *[2] * (parts - 2)]
+    uneven = [1] * (num_copies - 1)
+    remainder = [0, *[2] * (num_copies - 2)]
     return {
-        "even": [size // parts] * parts,
+        "even": [size // num_copies] * num_copies,
         "uneven": [size - sum(uneven), *uneven],
-        "empty": [*rest, size - sum(rest)],
+        "empty": [*remainder, size - sum(remainder)],
     }

@@ -78,8 +78,12 @@ def train(
     """
     torch.manual_seed(0)
     random.seed(0)
-    made = net().to(dtype)
-    model = made if hasattr(made, "losses") else SupervisedModel(made, nn.CrossEntropyLoss())
+    model_net = net().to(dtype)
+    model = (
+        model_net
+        if hasattr(model_net, "losses")
+        else SupervisedModel(model_net, nn.CrossEntropyLoss())
+    )
     wrapper: Any = wrap_model(None, model, device=device)
     if compiled:
         compile_wrapper(wrapper, **{"backend": "eager", "min_steps": 0, **options})
@@ -94,8 +98,8 @@ def train(
                 logs = wrapper.train_step(batch, optim)
             losses.append(float(logs["loss"]))
     state = dict(model.state_dict())
-    for index, own in optim.optimizer.state_dict()["state"].items():
-        state |= {f"{index}.{k}": v for k, v in own.items() if isinstance(v, Tensor)}
+    for index, entries in optim.optimizer.state_dict()["state"].items():
+        state |= {f"{index}.{k}": v for k, v in entries.items() if isinstance(v, Tensor)}
     return state, losses, wrapper
 
 
@@ -111,7 +115,7 @@ def at(changes: dict[int, Change]) -> Any:
 
 def steps_compiled(wrapper: Any) -> int:
     """Return the number of steps run by compiled programs."""
-    return sum(one._uses for one in wrapper.train_step.programs)
+    return sum(program._uses for program in wrapper.train_step.programs)
 
 
 def assert_same(tolerance: float, *args: Any, **options: Any) -> Any:
@@ -152,7 +156,7 @@ def with_less_state(model: Any, optim: OptimWrapper) -> None:
 
 def with_other_state(_: Any, optim: OptimWrapper) -> None:
     for state in optim.optimizer.state.values():
-        state.update({name: one.clone() / 2 for name, one in state.items()})
+        state.update({name: tensor.clone() / 2 for name, tensor in state.items()})
 
 
 def not_in_a_group(_: Any, optim: OptimWrapper) -> None:
@@ -167,16 +171,16 @@ def clamped(model: Any, optim: OptimWrapper) -> None:
 
     def step(*args: Any) -> None:
         usual(*args)
-        for one in model.parameters():
-            one.data.clamp_(-0.1, 0.1)
+        for param in model.parameters():
+            param.data.clamp_(-0.1, 0.1)
 
     optimizer.step = step
 
 
 def hooked_late(model: Any, _: OptimWrapper) -> None:
-    def halve(one: Tensor) -> None:
-        assert one.grad is not None
-        one.grad.mul_(0.5)
+    def halve(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(0.5)
 
     if weight(model).requires_grad:
         weight(model).register_post_accumulate_grad_hook(halve)
@@ -260,11 +264,11 @@ CHANGES: list[Change] = [
 @contextmanager
 def classes_restored() -> Iterator[None]:
     """Undo changes of classes and of global hooks of modules and optimizers."""
-    kept = [(one, name, getattr(one, name)) for one, name in _CHANGEABLE]
+    saved_members = [(owner, name, getattr(owner, name)) for owner, name in _CHANGEABLE]
     try:
         yield
     finally:
-        for one, name, value in kept:
-            setattr(one, name, value)
+        for owner, name, value in saved_members:
+            setattr(owner, name, value)
         _ALL_MODULES.clear()
         _ALL_OPTIMIZERS.clear()

@@ -100,7 +100,7 @@ NETWORKS = (Net, Frozen, Tied, Small, TwoDtypes, Normed)
 def network(kind: str, dtype: torch.dtype, seed: int = 0) -> nn.Module:
     """Return the same network for the same seed."""
     torch.manual_seed(seed)
-    net = {one.__name__: one for one in NETWORKS}[kind]().to(dtype)
+    net = {net_class.__name__: net_class for net_class in NETWORKS}[kind]().to(dtype)
     if kind == "TwoDtypes":
         net.head.double()
     return net
@@ -109,8 +109,8 @@ def network(kind: str, dtype: torch.dtype, seed: int = 0) -> nn.Module:
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """Return the whole parameters and buffers by name; every rank must call this."""
     return {
-        name: (one.full_tensor() if isinstance(one, DTensor) else one).detach().clone()
-        for name, one in model.state_dict().items()
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        for name, tensor in model.state_dict().items()
     }
 
 
@@ -167,7 +167,7 @@ def train_plainly(
     return whole(net)
 
 
-def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+def largest_difference(actual: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """Return the largest difference between tensors of the same names."""
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
+    assert actual.keys() == other.keys()
+    return max((actual[name] - other[name]).abs().max().item() for name in actual)

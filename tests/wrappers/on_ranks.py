@@ -51,13 +51,13 @@ def gathered(value: T) -> list[T]:
 
 def same_on_ranks(tensor: Tensor) -> bool:
     """Return whether a tensor has the same bits on all ranks; every rank must call this."""
-    first, *others = gathered(tensor.detach())
-    return all(torch.equal(first, other) for other in others)
+    head, *tail = gathered(tensor.detach())
+    return all(torch.equal(head, other) for other in tail)
 
 
-def assert_near(found: Any, expected: Any, bound: float) -> None:
+def assert_near(actual: Any, expected: Any, bound: float) -> None:
     """Compare tensors, or dicts of tensors, by their largest absolute difference."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=bound)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=bound)
 
 
 @contextmanager

@@ -133,12 +133,12 @@ class Outcome:
 def recipes_of(kind: str, model: str, dtypes: Iterable[str] = DTYPES) -> list[Recipe]:
     """Yield every recipe of a row and model; recipes with weighted losses come last."""
     separate = KINDS[kind].wrapper == "separate"
-    rest = itertools.product(dtypes, (1, 3), (False, True), OPTIMIZERS)
-    equal = [Recipe(model, *one, separate=separate) for one in rest]
+    choices = itertools.product(dtypes, (1, 3), (False, True), OPTIMIZERS)
+    equal = [Recipe(model, *choice, separate=separate) for choice in choices]
     how = ((1, False, "SGD"), (3, True, "AdamW"))
     return equal + [
-        Recipe(model, dtype, *one, separate=separate, weight=weight)
-        for weight, dtype, one in itertools.product(WEIGHTS[model], dtypes, how)
+        Recipe(model, dtype, *choice, separate=separate, weight=weight)
+        for weight, dtype, choice in itertools.product(WEIGHTS[model], dtypes, how)
     ]
 
 
@@ -153,8 +153,8 @@ def make_wrapper(
 ) -> Any:
     """Wrap the model of a cell; ranks start with different weights, and rank 0's are used."""
     row = KINDS[kind]
-    parts = make_parts(model, dtype, seed=dist.get_rank() if dist.is_initialized() else 0)
-    user = SeparateParts(*parts) if row.wrapper == "separate" else TwoParts(*parts)
+    modules = make_parts(model, dtype, seed=dist.get_rank() if dist.is_initialized() else 0)
+    user = SeparateParts(*modules) if row.wrapper == "separate" else TwoParts(*modules)
     if row.wrapper == "dp":
         options.setdefault("device_ids", [device, device])
     if row.wrapper == "fsdp":
@@ -186,9 +186,9 @@ def make_optimizer(recipe: Recipe, wrapper: Any) -> Any:
 
     if not recipe.separate:
         return wrapped(wrapper.parameters())
-    parts = wrapper.module
+    model = wrapper.module
     return OptimWrapperDict(
-        body=wrapped(parts.body.parameters()), head=wrapped(parts.head.parameters())
+        body=wrapped(model.body.parameters()), head=wrapped(model.head.parameters())
     )
 
 
@@ -257,14 +257,14 @@ def validation_loss(
 ) -> float:
     """Return the loss on the validation data, split over the ranks; every rank must call this."""
     inputs, target = make_data(model, dtype, seed=2)
-    part = slice(
+    rows = slice(
         mesh.data_rank * VALIDATION // mesh.data_size,
         (mesh.data_rank + 1) * VALIDATION // mesh.data_size,
     )
     wrapper.eval()
     wrapper.sync_buffers()
     with torch.inference_mode():
-        loss = wrapper.val_step([inputs[part].to(device), target[part].to(device)])["loss"]
+        loss = wrapper.val_step([inputs[rows].to(device), target[rows].to(device)])["loss"]
     return float(_mean_over_ranks(loss.double()))
 
 
@@ -274,7 +274,7 @@ def whole_weights(wrapper: Any) -> dict[str, Tensor]:
     Every rank must call this.
     """
     model = user_model(wrapper)
-    named = {name: as_global(one.detach(), one) for name, one in model.named_parameters()}
+    named = {name: as_global(tensor.detach(), tensor) for name, tensor in model.named_parameters()}
     named.update(model.named_buffers())
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
@@ -340,11 +340,11 @@ def load_all(kind: str, world: int, sources: list[Outcome], timeout_s: float = 3
         RanksError: a rank failed.
     """
     groups: dict[tuple[str, torch.dtype], list[Outcome]] = defaultdict(list)
-    for one in (one for one in sources if one.checkpoint is not None):
-        groups[one.recipe.model, one.recipe.weights_dtype].append(one)
+    for cell in (cell for cell in sources if cell.checkpoint is not None):
+        groups[cell.recipe.model, cell.recipe.weights_dtype].append(cell)
     loads = []
     for (model, dtype), group in groups.items():
-        paths = [one.checkpoint for one in group]
+        paths = [cell.checkpoint for cell in group]
         by_rank = run_ranks(evaluate, world, kind, model, dtype, paths, timeout_s=timeout_s)
         for source, *losses in zip(group, *by_rank, strict=True):
             apart = max(abs(loss - source.validation) for loss in losses)
@@ -367,7 +367,7 @@ def evaluate(
 
 def write_references(path: Path, recipes: Iterable[Recipe], device: str = "cpu") -> None:
     """Train the references in plain PyTorch once for all rows, and write them for the ranks."""
-    torch.save({one: train_plain(one, device) for one in dict.fromkeys(recipes)}, path)
+    torch.save({recipe: train_plain(recipe, device) for recipe in dict.fromkeys(recipes)}, path)
 
 
 def run_row(
@@ -387,14 +387,17 @@ def run_row(
         run_cells, world, kind, recipes, references, checkpoints, timeout_s=timeout_s
     )
     return [
-        replace(cells[0], parameters=worst(one.parameters for one in cells))
+        replace(cells[0], parameters=worst(cell.parameters for cell in cells))
         for cells in zip(*by_rank, strict=True)
     ]
 
 
 def worst(differences: Iterable[float]) -> float:
     """Return the largest difference; a NaN counts as infinite."""
-    return max((math.inf if math.isnan(one) else one for one in differences), default=0.0)
+    return max(
+        (math.inf if math.isnan(difference) else difference for difference in differences),
+        default=0.0,
+    )
 
 
 def filled() -> Iterator[tuple[str, int]]:

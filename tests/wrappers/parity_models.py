@@ -153,10 +153,10 @@ class SeparateParts(TwoParts):
             body.scale_loss(total), inputs=list(self.body.parameters()), retain_graph=True
         )
         head.backward(head.scale_loss(total), inputs=list(self.head.parameters()))
-        for part in (body, head):
-            if part.should_update():
-                part.step()
-                part.zero_grad()
+        for member in (body, head):
+            if member.should_update():
+                member.step()
+                member.zero_grad()
         return logs
 
 
@@ -191,6 +191,6 @@ def micro_batch(
     """
     size = RAGGED[index % len(RAGGED)] if ragged else BATCH
     # Later ranks have more samples.
-    cuts = [int(size * (one / ranks) ** (1.5 if ragged else 1)) for one in (rank, rank + 1)]
+    cuts = [int(size * (edge / ranks) ** (1.5 if ragged else 1)) for edge in (rank, rank + 1)]
     start = index * BATCH % SAMPLES
-    return [one[start + cuts[0] : start + cuts[1]] for one in data]
+    return [tensor[start + cuts[0] : start + cuts[1]] for tensor in data]

@@ -9,11 +9,11 @@ from parity_plain import DTYPES, MAX_NORM, OPTIMIZERS
 
 MODELS = {"transformer": "Transformer", "cnn": "CNN with BatchNorm"}
 _COLUMNS: list[tuple[str, str, Callable[[Outcome], float]]] = [
-    ("fp64 parameters", "fp64", lambda one: one.parameters),
-    ("fp64 loss", "fp64", lambda one: one.losses),
-    ("fp32 parameters", "fp32", lambda one: one.parameters),
-    ("fp32 loss", "fp32", lambda one: one.losses),
-    ("bf16 loss, relative", "bf16", lambda one: one.losses),
+    ("fp64 parameters", "fp64", lambda cell: cell.parameters),
+    ("fp64 loss", "fp64", lambda cell: cell.losses),
+    ("fp32 parameters", "fp32", lambda cell: cell.parameters),
+    ("fp32 loss", "fp32", lambda cell: cell.losses),
+    ("bf16 loss, relative", "bf16", lambda cell: cell.losses),
 ]
 
 _HEAD = """# Parity
@@ -59,12 +59,12 @@ element whose gradient is as small as its rounding error would move as fast as a
 
 
 def page(cells: list[Outcome], loads: list[Load], failures: list[str], *, minutes: float) -> str:
-    parts = [_head(cells, minutes)]
+    sections = [_head(cells, minutes)]
     if failures:
-        parts.append("## Not run\n\n" + "\n".join(f"- {line}" for line in failures))
-    parts += [_model(name, cells) for name in MODELS]
-    parts += [_settings(cells), _empty(), _checkpoints(loads)]
-    return "\n\n".join(parts) + "\n"
+        sections.append("## Not run\n\n" + "\n".join(f"- {line}" for line in failures))
+    sections += [_model(name, cells) for name in MODELS]
+    sections += [_settings(cells), _empty(), _checkpoints(loads)]
+    return "\n\n".join(sections) + "\n"
 
 
 def _head(cells: list[Outcome], minutes: float) -> str:
@@ -73,8 +73,8 @@ def _head(cells: list[Outcome], minutes: float) -> str:
         torch=torch.__version__,
         minutes=minutes,
         cells=len(cells),
-        within=sum(one.is_within for one in cells),
-        steps=max((one.recipe.steps for one in cells), default=0),
+        within=sum(cell.is_within for cell in cells),
+        steps=max((cell.recipe.steps for cell in cells), default=0),
         batch=BATCH,
         samples=SAMPLES,
         ragged=", ".join(map(str, RAGGED)),
@@ -96,9 +96,9 @@ def _model(name: str, cells: list[Outcome]) -> str:
     for kind, row in KINDS.items():
         for world in row.axes:
             mine = [
-                one
-                for one in cells
-                if (one.kind, one.world, one.recipe.model) == (kind, world, name)
+                cell
+                for cell in cells
+                if (cell.kind, cell.world, cell.recipe.model) == (kind, world, name)
             ]
             if mine:
                 figures = " | ".join(_figures(mine))
@@ -109,7 +109,7 @@ def _model(name: str, cells: list[Outcome]) -> str:
 def _figures(cells: Iterable[Outcome]) -> list[str]:
     cells = list(cells)
     return [
-        _figure(worst(of(one) for one in cells if one.recipe.dtype == dtype), BOUNDS[dtype])
+        _figure(worst(of(cell) for cell in cells if cell.recipe.dtype == dtype), BOUNDS[dtype])
         for _, dtype, of in _COLUMNS
     ]
 
@@ -120,17 +120,17 @@ def _figure(value: float, bound: float) -> str:
 
 def _settings(cells: list[Outcome]) -> str:
     kinds: dict[str, Callable[[Outcome], bool]] = {
-        "accumulation 1": lambda one: one.recipe.accumulate == 1,
-        "accumulation 3": lambda one: one.recipe.accumulate == 3,
-        "not clipped": lambda one: not one.recipe.clip,
-        "clipped by norm": lambda one: one.recipe.clip,
-        "SGD, momentum": lambda one: one.recipe.optimizer == "SGD",
-        "AdamW": lambda one: one.recipe.optimizer == "AdamW",
-        "unweighted, equal sizes": lambda one: not one.recipe.weight,
-        "by samples, ragged": lambda one: one.recipe.weight == "samples",
-        "by tokens, ragged": lambda one: one.recipe.weight == "tokens",
+        "accumulation 1": lambda cell: cell.recipe.accumulate == 1,
+        "accumulation 3": lambda cell: cell.recipe.accumulate == 3,
+        "not clipped": lambda cell: not cell.recipe.clip,
+        "clipped by norm": lambda cell: cell.recipe.clip,
+        "SGD, momentum": lambda cell: cell.recipe.optimizer == "SGD",
+        "AdamW": lambda cell: cell.recipe.optimizer == "AdamW",
+        "unweighted, equal sizes": lambda cell: not cell.recipe.weight,
+        "by samples, ragged": lambda cell: cell.recipe.weight == "samples",
+        "by tokens, ragged": lambda cell: cell.recipe.weight == "tokens",
         **{
-            f"{world} rank{'s'[: world > 1]}": lambda one, world=world: one.world == world
+            f"{world} rank{'s'[: world > 1]}": lambda cell, world=world: cell.world == world
             for world in WORLDS
         },
     }
@@ -141,7 +141,7 @@ def _settings(cells: list[Outcome]) -> str:
         "|---|---|" + "---|" * len(_COLUMNS),
     ]
     for title, belongs in kinds.items():
-        mine = [one for one in cells if belongs(one)]
+        mine = [cell for cell in cells if belongs(cell)]
         if mine:
             lines.append(f"| {title} | {len(mine)} | " + " | ".join(_figures(mine)) + " |")
     return "\n".join(lines)
@@ -158,9 +158,9 @@ def _empty() -> str:
 
 
 def _checkpoints(loads: list[Load]) -> str:
-    sources = {id(one.source) for one in loads}
-    elsewhere = sum(one.is_elsewhere for one in loads)
-    within = sum(one.is_within for one in loads)
+    sources = {id(load.source) for load in loads}
+    elsewhere = sum(load.is_elsewhere for load in loads)
+    within = sum(load.is_within for load in loads)
     bounds = ", ".join(
         f"{dtype} {bound:.0e}" for dtype, bound in LOAD_BOUNDS.items() if dtype in DTYPES
     )
@@ -178,11 +178,13 @@ def _checkpoints(loads: list[Load]) -> str:
     ]
     for kind, row in KINDS.items():
         for world in row.axes:
-            mine = [one for one in loads if (one.kind, one.world) == (kind, world)]
+            mine = [load for load in loads if (load.kind, load.world) == (kind, world)]
             if mine:
                 figures = [
                     _figure(
-                        worst(one.difference for one in mine if one.source.recipe.dtype == dtype),
+                        worst(
+                            load.difference for load in mine if load.source.recipe.dtype == dtype
+                        ),
                         LOAD_BOUNDS[dtype],
                     )
                     for dtype in DTYPES

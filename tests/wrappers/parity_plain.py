@@ -84,12 +84,12 @@ def autocast(recipe: Recipe, device: str = "cpu") -> AbstractContextManager[Any]
 def train_plain(recipe: Recipe, device: str = "cpu") -> Reference:
     """Train with torch's modules and optimizers in one process on one device."""
     dtype = recipe.weights_dtype
-    parts = dict(zip(("body", "head"), make_parts(recipe.model, dtype), strict=True))
-    net = nn.ModuleDict(parts).to(device)
+    modules = dict(zip(("body", "head"), make_parts(recipe.model, dtype), strict=True))
+    net = nn.ModuleDict(modules).to(device)
     make, options = OPTIMIZERS[recipe.optimizer]
-    groups = [list(part.parameters()) for part in parts.values()]
+    groups = [list(module.parameters()) for module in modules.values()]
     if not recipe.separate:
-        groups = [[one for group in groups for one in group]]
+        groups = [[param for group in groups for param in group]]
     optimizers = [make(group, **options) for group in groups]
     scaler = torch.amp.GradScaler(device, SCALE, enabled=recipe.dtype == "fp16")
     data = make_data(recipe.model, dtype, padded=recipe.weight == "tokens")
@@ -97,7 +97,7 @@ def train_plain(recipe: Recipe, device: str = "cpu") -> Reference:
     weights = [weight_of(recipe, target) for _, target in batches]
     losses = []
     for index, batch in enumerate(batches):
-        inputs, target = (one.to(device) for one in batch)
+        inputs, target = (tensor.to(device) for tensor in batch)
         start = index - index % recipe.accumulate
         share = weights[index] / sum(weights[start : start + recipe.accumulate])
         with autocast(recipe, device):

@@ -54,7 +54,7 @@ def main() -> int:
         cells = train_rows(rows, Path(folder), failures)
         loads = load_rows(rows, cells, failures)
     shutdown()
-    broken = [describe(one) for one in (*cells, *loads) if not one.is_within]
+    broken = [describe(result) for result in (*cells, *loads) if not result.is_within]
     text = page(cells, loads, failures, minutes=(time.monotonic() - started) / 60)
     arguments.output.write_text(text, encoding="utf-8")
     print(text)
@@ -65,21 +65,23 @@ def main() -> int:
 
 def train_rows(rows: list[tuple[str, int]], folder: Path, failures: list[str]) -> list[Outcome]:
     """Run all cells of the rows; failed cells are added to `failures`."""
-    recipes = {kind: [one for model in MODELS for one in recipes_of(kind, model)] for kind in KINDS}
+    recipes = {
+        kind: [recipe for model in MODELS for recipe in recipes_of(kind, model)] for kind in KINDS
+    }
     references = folder / "references.pt"
-    write_references(references, [one for kind, _ in rows for one in recipes[kind]])
+    write_references(references, [recipe for kind, _ in rows for recipe in recipes[kind]])
     cells: list[Outcome] = []
     for kind, world in rows:
         for model in MODELS:
-            mine = [one for one in recipes[kind] if one.model == model]
+            mine = [recipe for recipe in recipes[kind] if recipe.model == model]
             try:
                 done = run_row(kind, world, mine, references, folder / "checkpoints", TIMEOUT_S)
             except RanksError as error:
                 failures.append(f"{kind}, {world} ranks, {model}: {first_line(error)}")
                 continue
             cells += done
-            largest = worst(one.parameters for one in done if one.recipe.dtype == "fp64")
-            seconds = sum(one.seconds for one in done)
+            largest = worst(cell.parameters for cell in done if cell.recipe.dtype == "fp64")
+            seconds = sum(cell.seconds for cell in done)
             print(f"{kind:15} {world} {model:12} fp64 {largest:.1e}   {seconds:5.1f} s", flush=True)
     return cells
 
@@ -94,7 +96,7 @@ def load_rows(rows: list[tuple[str, int]], cells: list[Outcome], failures: list[
             failures.append(f"loading under {kind}, {world} ranks: {first_line(error)}")
             continue
         loads += done
-        largest = worst(one.difference for one in done)
+        largest = worst(load.difference for load in done)
         print(f"{kind:15} {world} {len(done)} checkpoints loaded, {largest:.1e}", flush=True)
     return loads
 

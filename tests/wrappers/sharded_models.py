@@ -57,22 +57,22 @@ def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 def _localise(leaf: nn.Module) -> None:
     """Store ordinary parameters as parts and gather them only while the layer runs."""
     placed: dict[str, nn.Parameter] = {}
-    for name, whole in list(leaf._parameters.items()):
-        if isinstance(whole, DTensor):
-            part = nn.Parameter(whole.to_local().detach())
-            part.tensor_layout = layout_of(whole)
-            placed[name] = leaf._parameters[name] = part
+    for name, placed_param in list(leaf._parameters.items()):
+        if isinstance(placed_param, DTensor):
+            local = nn.Parameter(placed_param.to_local().detach())
+            local.tensor_layout = layout_of(placed_param)
+            placed[name] = leaf._parameters[name] = local
 
     def enter(module: nn.Module, args: Any) -> None:
-        for name, part in placed.items():
-            layout = part.tensor_layout
+        for name, local in placed.items():
+            layout = local.tensor_layout
             module._parameters[name] = DTensor.from_local(
-                part,
+                local,
                 layout.mesh,
                 layout.placements,
                 run_check=False,
                 shape=torch.Size(layout.shape),
-                stride=as_dtensor(part, layout).stride(),
+                stride=as_dtensor(local, layout).stride(),
             )
 
     def leave(module: nn.Module, args: Any, result: Any) -> None:
@@ -117,6 +117,6 @@ class Readable:
         self.read = 0
 
     def __getitem__(self, index: Any) -> Tensor:
-        part = self._tensor[index].clone()
-        self.read += part.numel()
-        return part
+        chunk = self._tensor[index].clone()
+        self.read += chunk.numel()
+        return chunk

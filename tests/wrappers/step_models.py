@@ -65,9 +65,9 @@ def train_plainly(
     return losses
 
 
-def joined(parts: Iterable[Any]) -> list[Tensor]:
+def joined(outputs: Iterable[Any]) -> list[Tensor]:
     """Return one batch with the rows of all parts."""
-    return [torch.cat(entries) for entries in zip(*parts, strict=True)]
+    return [torch.cat(entries) for entries in zip(*outputs, strict=True)]
 
 
 def of_all_ranks(by_rank: list[list[Any]], window: int = 1) -> list[list[Tensor]]:

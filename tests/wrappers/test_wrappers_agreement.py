@@ -90,8 +90,8 @@ def test_all_ranks_raise_the_same_error() -> None:
     for text, case in (DIFFERENT | WRONG).items():
         with pytest.raises((ValueError, TypeError)) as caught:
             case(dist.get_rank())
-        (first, message), other = gathered((type(caught.value).__name__, str(caught.value)))
-        assert (first, message) == other
+        (kind, message), other = gathered((type(caught.value).__name__, str(caught.value)))
+        assert (kind, message) == other
         assert text in message
         assert message.startswith("on rank 1: ") or text in DIFFERENT
 

@@ -56,13 +56,13 @@ def test_momentum_begins_after_a_skipped_first_update(clip: Any) -> None:
     amp.update_params(flat_sum(model) * float("inf"))
     assert not optimizer.state
     amp.update_params(flat_sum(model))
-    buffers = [optimizer.state[one]["momentum_buffer"] for one in model.parameters()]
-    assert len({one.item() for buffer in buffers for one in buffer.flatten()}) == 1
+    buffers = [optimizer.state[param]["momentum_buffer"] for param in model.parameters()]
+    assert len({value.item() for buffer in buffers for value in buffer.flatten()}) == 1
     assert buffers[0].isfinite().all()
 
 
 def flat_sum(model: nn.Module) -> torch.Tensor:
-    return sum(one.sum() for one in model.parameters())
+    return sum(param.sum() for param in model.parameters())
 
 
 def test_scaled_steps_equal_plain_ones() -> None:

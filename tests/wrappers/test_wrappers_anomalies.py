@@ -120,6 +120,6 @@ def test_activation_checkpointing_under_ddp(use_reentrant: bool) -> None:
     )
     optim = sgd(model)
     train(model, batches(3), optim)
-    seen: set[tuple[str, ...]] = model._anomalies_seen
+    reported: set[tuple[str, ...]] = model._anomalies_seen
     expected = {tuple(f"module.{name}" for name in SPARE)}
-    assert seen == expected
+    assert reported == expected

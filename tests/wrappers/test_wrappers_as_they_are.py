@@ -69,18 +69,18 @@ class Net(BaseModel):
         return (
             {"loss": cross_entropy(logits, label)}
             if mode == "loss"
-            else [one.clone() for one in logits]
+            else [logit.clone() for logit in logits]
         )
 
 
 def batch_of(kind: str, image: Tensor, label: Tensor) -> Any:
-    made = {"dict": dict, "dataclass": Fields, "BatchEncoding": transformers.BatchEncoding}
+    classes = {"dict": dict, "dataclass": Fields, "BatchEncoding": transformers.BatchEncoding}
     if kind == "tuple":
         return image, label
     if kind == "NamedTuple":
         return Named(image, label)
     named = {"image": image, "label": label}
-    return made[kind](named) if kind == "BatchEncoding" else made[kind](**named)
+    return classes[kind](named) if kind == "BatchEncoding" else classes[kind](**named)
 
 
 KINDS = ["dict", "tuple", "dataclass", "NamedTuple", "BatchEncoding"]
@@ -101,7 +101,7 @@ def train_on_all_kinds(wrapper: str) -> dict[str, float]:
         assert len(wrapper_.eval().val_step(batch)) == 4
         assert LossWeight("samples").of(batch) == 4
     net = nn.Linear(4, 3)
-    net.load_state_dict({name.removeprefix("head."): one for name, one in state.items()})
+    net.load_state_dict({name.removeprefix("head."): value for name, value in state.items()})
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(STEPS):
         loss = cross_entropy(net(image), label)
@@ -163,8 +163,8 @@ def train_both(name: str, kind: str) -> tuple[dict[str, Tensor], dict[str, Tenso
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for seed in range(STEPS):
         batch = tokens(seed, name)
-        part = slice(None) if rank is None else slice(2 * rank, 2 * rank + 2)
-        encoding = transformers.BatchEncoding({key: one[part] for key, one in batch.items()})
+        rows = slice(None) if rank is None else slice(2 * rank, 2 * rank + 2)
+        encoding = transformers.BatchEncoding({key: value[rows] for key, value in batch.items()})
         wrapper.train_step(encoding, optim)
         optimizer.zero_grad()
         plain(**batch).loss.backward()
@@ -255,8 +255,8 @@ def test_errors_name_the_remedy(model: str, change: Any, error: Any, text: str) 
     batch = tokens(0, "bert")
     if model == "own":
         batch = {"image": torch.randn(2, 4), "label": torch.tensor([0, 1])}
-    for new, old in change.items():
-        batch[new] = batch.pop(old)
+    for new_name, old_name in change.items():
+        batch[new_name] = batch.pop(old_name)
     with pytest.raises(error, match=text):
         SingleDevice(net).train_step(batch, OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1)))
 
@@ -349,8 +349,8 @@ def test_data_sets_of_hugging_face_return_tensors_and_are_divided() -> None:
     (batch,) = build_loader(rows, batch_size=6)
     assert batch["x"].shape == (6, 2)
     stream = rows.to_iterable_dataset()
-    parts = [list(build_loader(stream, batch_size=6, shard=(rank, 2))) for rank in range(2)]
-    assert sorted(one for (part,) in parts for one in part["x"][:, 0].tolist()) == [
+    loaded = [list(build_loader(stream, batch_size=6, shard=(rank, 2))) for rank in range(2)]
+    assert sorted(value for (batch,) in loaded for value in batch["x"][:, 0].tolist()) == [
         0,
         1,
         2,
@@ -424,7 +424,7 @@ def test_the_configs_of_the_page_train(name: str, tmp_path: Path) -> None:
     environment = write_page(tmp_path)
     command = ("-m", "stepwrap.runner", "train", f"{name}.yaml", "--nproc", 2)
     text = run(*command, cwd=tmp_path, env=environment)
-    losses = [float(one) for one in re.findall(r"^val .* loss ([\d.]+)", text, re.MULTILINE)]
+    losses = [float(loss) for loss in re.findall(r"^val .* loss ([\d.]+)", text, re.MULTILINE)]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     if name == "reviews":

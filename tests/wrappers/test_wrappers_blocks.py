@@ -70,11 +70,11 @@ BOTH = ["blocks.0", "blocks.1"]
 )
 def test_blocks_are_found_by_class_path_pattern_and_size(spec: object, paths: list[str]) -> None:
     model = Net()
-    found = find_blocks(model, spec)
-    assert sorted(found) == sorted(paths)
+    blocks = find_blocks(model, spec)
+    assert sorted(blocks) == sorted(paths)
     order = list(dict(model.named_modules()))
-    assert list(found) == sorted(found, key=order.index)
-    assert all(module is model.get_submodule(path) for path, module in found.items())
+    assert list(blocks) == sorted(blocks, key=order.index)
+    assert all(module is model.get_submodule(path) for path, module in blocks.items())
 
 
 @pytest.mark.parametrize(
@@ -103,19 +103,19 @@ def test_refusals(spec: object, error: type[Exception], text: str) -> None:
 def test_no_module_of_the_size_is_left_out(size: int) -> None:
     model = Net()
     try:
-        found = find_blocks(model, {"min_params": size})
+        blocks = find_blocks(model, {"min_params": size})
     except ValueError:
-        found = {}
+        blocks = {}
     for path, module in model.named_modules():
         if not path or isinstance(module, nn.ModuleList):
             continue
         inside = {
-            id(one)
-            for other, block in found.items()
+            id(param)
+            for other, block in blocks.items()
             if other.startswith(path)
-            for one in block.parameters()
+            for param in block.parameters()
         }
-        free = [one for one in module.parameters() if id(one) not in inside]
+        free = [param for param in module.parameters() if id(param) not in inside]
         # The tied weight may be assigned to either of its modules.
-        free = [one for one in free if one is not model.embed.weight]
-        assert sum(one.numel() for one in free) < size
+        free = [param for param in free if param is not model.embed.weight]
+        assert sum(param.numel() for param in free) < size

@@ -71,13 +71,13 @@ def test_an_optimizer_without_a_search_does_the_usual() -> None:
 
 def test_in_bfloat16() -> None:
     wrapper = ByClosure(model().float())
-    data = [one.float() for one in batch()]
+    data = [tensor.float() for tensor in batch()]
     optim = AmpOptimWrapper(torch.optim.LBFGS(wrapper.parameters(), max_iter=5), dtype="bfloat16")
-    seen = []
-    wrapper.module.net.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
+    dtypes = []
+    wrapper.module.net.register_forward_hook(lambda *call: dtypes.append(call[-1].dtype))
     losses = [wrapper.train_step(data, optim)["loss"].item() for _ in range(3)]
     assert losses[-1] < losses[0]
-    assert set(seen) == {torch.bfloat16}
+    assert set(dtypes) == {torch.bfloat16}
 
 
 def test_parameters_of_another_model() -> None:
@@ -135,8 +135,8 @@ def search(wrapper: Any, rows: slice) -> list[float]:
     optim = OptimWrapper(torch.optim.LBFGS(wrapper.parameters(), **options))
     data = batch()
     data[1] = data[1] * torch.arange(1, 9)[:, None]
-    own = [one[rows] for one in data]
-    return [wrapper.train_step(own, optim)["loss"].item() for _ in range(2)]
+    rank_batch = [tensor[rows] for tensor in data]
+    return [wrapper.train_step(rank_batch, optim)["loss"].item() for _ in range(2)]
 
 
 @on_ranks(2)

@@ -124,12 +124,12 @@ def test_copies_keep_their_hook() -> None:
 def test_subgroups_of_local_sgd() -> None:
     options = {"type": "post_localSGD", "start_localSGD_iter": 1}
     model = StepDistributedDataParallel(classifier(), comm_hook={**options, "subgroup_size": 2})
-    seen = []
+    equalities = []
     for batch in batches(2, seed=dist.get_rank()):
         train(model, [batch])
-        first, *others = gathered(flat(model))
-        seen.append([torch.equal(first, other) for other in others])
-    assert seen == [[True] * 3, [True, False, False]]
+        head, *tail = gathered(flat(model))
+        equalities.append([torch.equal(head, other) for other in tail])
+    assert equalities == [[True] * 3, [True, False, False]]
     with pytest.raises(ValueError, match="subgroup_size must divide the 4 ranks.*got 3"):
         StepDistributedDataParallel(classifier(), comm_hook={**options, "subgroup_size": 3})
 
@@ -218,7 +218,7 @@ def test_a_wrapper_made_later_adds_in_the_same_order(
         if index == STOP * accumulate:
             net = mlp()
             state = model.module.state_dict()
-            net.load_state_dict({name.removeprefix("net."): one for name, one in state.items()})
+            net.load_state_dict({name.removeprefix("net."): value for name, value in state.items()})
             again = _wrapped(options, net)
             other = sgd(again, momentum=0.9, accumulative_counts=accumulate)
             other.load_state_dict(copy.deepcopy(optim.state_dict()))
@@ -233,17 +233,17 @@ def _orders(kind: Callable[..., Any], steps: int, **options: Any) -> list[Names]
     net = mlp()
     names = {parameter: name for name, parameter in net.named_parameters()}
     model = kind(SupervisedModel(net, nn.CrossEntropyLoss()), **options)
-    seen: list[Names] = []
+    orders: list[Names] = []
 
     def note(state: Any, bucket) -> Future[Tensor]:  # type: ignore[no-untyped-def]
-        seen[-1].append([names[one] for one in bucket.parameters()])
+        orders[-1].append([names[param] for param in bucket.parameters()])
         return _mean(state, bucket)
 
     model.register_comm_hook(None, note)
     for inputs, target in batches(steps, seed=dist.get_rank()):
-        seen.append([])
+        orders.append([])
         model(inputs, target, mode="loss")["loss"].backward()
-    return seen
+    return orders
 
 
 def _mean(state: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -258,9 +258,9 @@ def test_the_first_buckets_equal_torchs_rebuilt_ones() -> None:
     expected = [["2.bias", "2.weight", "0.bias"], ["0.weight"]]
     for options in ({"bucket_cap_mb": SMALL_MB}, {"bucket_cap_mb": SMALL_MB, "init_sync": False}):
         assert _orders(StepDistributedDataParallel, 3, **options) == [expected] * 3, CHANGED
-    seen = _orders(DistributedDataParallel, 3, bucket_cap_mb=SMALL_MB)
-    assert seen[0] != expected
-    assert seen[1:] == [expected] * 2
+    orders = _orders(DistributedDataParallel, 3, bucket_cap_mb=SMALL_MB)
+    assert orders[0] != expected
+    assert orders[1:] == [expected] * 2
 
 
 @on_ranks(2)
@@ -288,19 +288,19 @@ def test_copies_of_a_static_graph_average(accumulate: int) -> None:
         assert again.static_graph
         expected = StepDistributedDataParallel(classifier())
         expected.load_state_dict(again.state_dict())
-        for one in (again, expected):
-            train(one, data, sgd(one, momentum=0.9, accumulative_counts=accumulate))
+        for wrapper in (again, expected):
+            train(wrapper, data, sgd(wrapper, momentum=0.9, accumulative_counts=accumulate))
         assert torch.equal(flat(again), flat(expected))
 
 
 @on_ranks(2)
 def test_a_changed_torch_trains_with_a_warning() -> None:
-    kept = dist.Reducer._push_all_rebuilt_params
+    original = dist.Reducer._push_all_rebuilt_params
     del dist.Reducer._push_all_rebuilt_params
     try:
         with pytest.warns(UserWarning, match="no _push_all_rebuilt_params, so on three or more"):
             model = StepDistributedDataParallel(classifier())
     finally:
-        dist.Reducer._push_all_rebuilt_params = kept
+        dist.Reducer._push_all_rebuilt_params = original
     train(model, batches(STEPS, seed=dist.get_rank()), sgd(model, momentum=0.9))
     assert same_on_ranks(flat(model))

@@ -80,9 +80,9 @@ class InPlace(Net):
 @pytest.mark.slow
 def test_a_forward_that_changes_its_batch() -> None:
     def run(compiled: bool) -> Any:
-        kept = [batch_at(index, torch.float64) for index in range(4)]
-        options = {"make_batch": lambda index, _: kept[index % 4]}
-        return [*train(compiled, InPlace, sgd, **options)[0].values(), *(x for x, _ in kept)]
+        reused = [batch_at(index, torch.float64) for index in range(4)]
+        options = {"make_batch": lambda index, _: reused[index % 4]}
+        return [*train(compiled, InPlace, sgd, **options)[0].values(), *(x for x, _ in reused)]
 
     torch.testing.assert_close(run(True), run(False), rtol=1e-10, atol=1e-10)
 
@@ -202,8 +202,8 @@ def test_methods_of_base_classes_that_are_replaced(
     def doubled(self: Any, *args: Any, **kwargs: Any) -> Any:
         if name == "update_params":
             return usual(self, args[0] * 2, *args[1:], **kwargs)
-        made = usual(self, *args, **kwargs)
-        return made * 2 if isinstance(made, Tensor) else made
+        output = usual(self, *args, **kwargs)
+        return output * 2 if isinstance(output, Tensor) else output
 
     changes = {
         0: lambda *_: monkeypatch.undo(),
@@ -236,8 +236,8 @@ def test_anomalous_parameters_are_detected_from_a_later_step(
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_gradients_held_in_another_layout(backend: str) -> None:
     def transpose(model: Any, optim: OptimWrapper) -> None:
-        one = model.net.first.weight
-        one.grad = one.grad.t().contiguous().t()
+        weight = model.net.first.weight
+        weight.grad = weight.grad.t().contiguous().t()
 
     def accumulate(optimizer: torch.optim.Optimizer) -> OptimWrapper:
         return OptimWrapper(optimizer, accumulative_counts=2)
@@ -264,7 +264,7 @@ def test_train_steps_if_the_first_batch_has_one_tensor_twice() -> None:
         if compiled:
             compile_step(wrapper, backend="eager")
         optim = OptimWrapper(adamw(wrapper.parameters()))
-        data = [(one := batch_at(index, torch.float64)[0], one) for index in range(6)]
+        data = [(tensor := batch_at(index, torch.float64)[0], tensor) for index in range(6)]
         data += [(batch_at(i, torch.float64)[0], batch_at(-i, torch.float64)[0]) for i in range(6)]
         wrapper.train_steps(data, optim)
         weights.append(wrapper.state_dict())

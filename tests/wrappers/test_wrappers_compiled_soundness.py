@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:grad and param do not obey")
 
 
 @pytest.mark.parametrize(
-    "change", [transposed, *slow(*(one for one in CHANGES if one is not transposed))]
+    "change", [transposed, *slow(*(change for change in CHANGES if change is not transposed))]
 )
 def test_a_change_between_steps(change: Change) -> None:
     assert_same(1e-10, Net, sgd, at({CHANGED_AT: change}))
@@ -66,11 +66,13 @@ def test_another_layout_of_memory() -> None:
 @settings(max_examples=22, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     step=st.integers(3, STEPS - 1),
-    others=st.dictionaries(st.integers(3, STEPS - 1), st.sampled_from(CHANGES), max_size=2),
+    other_changes=st.dictionaries(st.integers(3, STEPS - 1), st.sampled_from(CHANGES), max_size=2),
     optimizer=st.sampled_from([sgd, adamw]),
 )
-def test_any_changes(change: Change, step: int, others: dict[int, Change], optimizer: Any) -> None:
-    assert_same(1e-10, Net, optimizer, at({**others, step: change}))
+def test_any_changes(
+    change: Change, step: int, other_changes: dict[int, Change], optimizer: Any
+) -> None:
+    assert_same(1e-10, Net, optimizer, at({**other_changes, step: change}))
 
 
 class Lookahead(torch.optim.SGD):
@@ -78,15 +80,15 @@ class Lookahead(torch.optim.SGD):
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
-        self.t, self.slow = 0, [one.detach().clone() for one in self.param_groups[0]["params"]]
+        self.t, self.slow = 0, [param.detach().clone() for param in self.param_groups[0]["params"]]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         super().step()
         self.t += 1
-        for one, kept in zip(self.param_groups[0]["params"], self.slow, strict=True):
+        for param, slow_weight in zip(self.param_groups[0]["params"], self.slow, strict=True):
             if self.t % 5 == 0:
-                one.copy_(kept.lerp_(one, 0.5))
+                param.copy_(slow_weight.lerp_(param, 0.5))
 
 
 class Decaying(torch.optim.Optimizer):
@@ -98,8 +100,8 @@ class Decaying(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         self.param_groups[0]["k"] += 1
-        for one in self.param_groups[0]["params"]:
-            one.sub_(one.grad, alpha=0.1 / self.param_groups[0]["k"])
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad, alpha=0.1 / self.param_groups[0]["k"])
 
 
 class Signs(torch.optim.Optimizer):
@@ -110,8 +112,8 @@ class Signs(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for one in self.param_groups[0]["params"]:
-            one.add_(one.grad.sign(), alpha=-self.param_groups[0]["lr"])
+        for param in self.param_groups[0]["params"]:
+            param.add_(param.grad.sign(), alpha=-self.param_groups[0]["lr"])
 
 
 @pytest.mark.parametrize("kind", [Lookahead, Decaying, Signs])
@@ -132,9 +134,9 @@ def test_allowed_custom_optimizers_are_verified(kind: Any) -> None:
 class Odd(Net):
     """A model that draws random numbers or reads values outside the model and the batch."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, oddity: str) -> None:
         super().__init__()
-        self.what, self.temperature = what, torch.tensor(1.0)
+        self.what, self.temperature = oddity, torch.tensor(1.0)
         self.numpy, self.python = np.random.default_rng(0), random.Random(0)
         self.table = np.ones(6)
 
@@ -150,13 +152,13 @@ class Odd(Net):
         return super().forward(x * factor)
 
 
-@pytest.mark.parametrize("what", ["numpy", "item", *slow("python", "global", "tensor", "table")])
-def test_state_that_no_program_follows(what: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("oddity", ["numpy", "item", *slow("python", "global", "tensor", "table")])
+def test_state_that_no_program_follows(oddity: str, caplog: pytest.LogCaptureFixture) -> None:
     def anneal(index: int, model: Any, optim: OptimWrapper) -> None:
         model.net.temperature.mul_(0.9)
         model.net.table *= 0.9
 
-    assert_same(0.0, lambda: Odd(what), sgd, anneal)
+    assert_same(0.0, lambda: Odd(oddity), sgd, anneal)
     assert caplog.text.count("not compiled") == 1
 
 
@@ -179,7 +181,7 @@ class DictModel(nn.Module):
         super().__init__()
         self.layer = nn.Linear(6, 3)
 
-    def forward(self, x: Tensor, y: Tensor, *, mode: str, **rest: Any) -> dict[str, Tensor]:
+    def forward(self, x: Tensor, y: Tensor, *, mode: str, **options: Any) -> dict[str, Tensor]:
         return {"loss": nn.functional.cross_entropy(self.layer(x), y)}
 
 
@@ -272,8 +274,8 @@ def test_models_that_are_compiled(net: Any, optimizer: Any, backend: str) -> Non
 def test_a_refused_step_restores_all_generators() -> None:
     def states(compiled: bool) -> Any:
         _, _, wrapper = train(compiled, lambda: Odd("numpy"))
-        own: Any = wrapper.module.net
-        return own.numpy.bit_generator.state, own.python.getstate(), random.getstate()
+        net: Any = wrapper.module.net
+        return net.numpy.bit_generator.state, net.python.getstate(), random.getstate()
 
     assert states(False) == states(True)
 

@@ -230,14 +230,14 @@ def test_200_steps_as_cuda_graphs(kind: str, counts: int) -> None:
     data[-1] = data[-1][0][:5], data[-1][1][:5]
     # Some sums on GPUs do not have a fixed order.
     wrapper = assert_equal(make, data, 1e-9, device="cuda", before_step=change)
-    assert all(type(one._run) is CudaGraph for one in wrapper.train_step.programs)
+    assert all(type(program._run) is CudaGraph for program in wrapper.train_step.programs)
 
 
 @pytest.mark.gpu
 def test_weights_that_move_get_another_cuda_graph() -> None:
     def move(model: Any, optim: OptimWrapper) -> None:
-        for one in model.parameters():
-            one.data = one.data.clone()
+        for param in model.parameters():
+            param.data = param.data.clone()
 
     wrapper = assert_equal(sgd, batches(20), 1e-4, device="cuda", before_step=at({8: move}))
     assert len(wrapper.train_step.programs) == 2
@@ -250,7 +250,7 @@ def test_steps_that_a_cuda_graph_cannot_hold_run_as_usual(caplog: pytest.LogCapt
         state, _, _ = train(
             compiled, lambda: Odd("draws"), make=adamw, data=batches(8), device="cuda", **FLOAT32
         )
-        states.append({name: one.device for name, one in state.items()})
+        states.append({name: value.device for name, value in state.items()})
     assert states[0] == states[1]
     assert caplog.text.count("cannot be traced") == 1
 
@@ -264,9 +264,9 @@ def test_bfloat16_as_a_cuda_graph() -> None:
 
 
 class Odd(nn.Module):
-    def __init__(self, what: str) -> None:
+    def __init__(self, oddity: str) -> None:
         super().__init__()
-        self.linear, self.what, self.calls = nn.Linear(36, 3), what, 0
+        self.linear, self.what, self.calls = nn.Linear(36, 3), oddity, 0
         self.shift = torch.zeros(3)
         self.register_buffer("mean", torch.zeros(3))
 
@@ -287,7 +287,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("what", "reason"),
+    ("oddity", "reason"),
     [
         ("reads a value", "depends on the values of tensors"),
         ("counts", "changes attributes of model.net"),
@@ -297,16 +297,18 @@ class Odd(nn.Module):
     ],
 )
 def test_steps_that_cannot_be_compiled_run_as_usual(
-    what: str, reason: str, caplog: pytest.LogCaptureFixture
+    oddity: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     usual, compiled = (
-        train(flag, lambda: Odd(what), make=sgd, data=batches(8), **FLOAT32)
+        train(flag, lambda: Odd(oddity), make=sgd, data=batches(8), **FLOAT32)
         for flag in (False, True)
     )
     assert usual[1] == compiled[1]
     # The attempt does not change the model.
     assert compiled[2].module.net.calls == usual[2].module.net.calls
-    lines = [one.getMessage() for one in caplog.records if "not compiled" in one.getMessage()]
+    lines = [
+        record.getMessage() for record in caplog.records if "not compiled" in record.getMessage()
+    ]
     assert len(lines) == 1
     assert reason in lines[0]
 
@@ -314,16 +316,16 @@ def test_steps_that_cannot_be_compiled_run_as_usual(
 def test_options_are_checked() -> None:
     model = SupervisedModel(ConvNet(), nn.CrossEntropyLoss())
     wrong = [{"backend": "aot_eager"}, {"max_programs": 0}, {"min_steps": -1}, {"dynamic": True}]
-    for spec in (*({"step": True, **one} for one in wrong), "stepp"):
+    for spec in (*({"step": True, **option} for option in wrong), "stepp"):
         with pytest.raises(TypeError, match="compile"):
             wrap_model(None, model, prepare=Preparation(compile=spec))
 
 
 def test_copies_compile_again() -> None:
     wrapper = compile_step(SingleDevice(SupervisedModel(ConvNet(), nn.CrossEntropyLoss())), 3)
-    for one in (copy.deepcopy(wrapper), pickle.loads(pickle.dumps(wrapper))):
-        assert one.train_step.max_programs == 3
-        assert one.train_step is not wrapper.train_step
+    for copied in (copy.deepcopy(wrapper), pickle.loads(pickle.dumps(wrapper))):
+        assert copied.train_step.max_programs == 3
+        assert copied.train_step is not wrapper.train_step
 
 
 def test_programs_that_other_users_can_write_are_not_run(
@@ -341,13 +343,13 @@ def test_programs_that_other_users_can_write_are_not_run(
 
 @pytest.mark.slow
 def test_hooks_that_come_later_are_called() -> None:
-    seen = []
+    calls = []
 
     def listen(model: Any, optim: OptimWrapper) -> None:
-        optim.optimizer.register_step_pre_hook(lambda *_: seen.append(1))
+        optim.optimizer.register_step_pre_hook(lambda *_: calls.append(1))
 
     train(True, ConvNet, make=sgd, data=batches(9), before_step=at({6: listen}), **FLOAT32)
-    assert len(seen) == 3
+    assert len(calls) == 3
 
 
 class Net(nn.Module):
@@ -417,6 +419,6 @@ def test_ranks_train_as_under_ddp(
     state = wrapper.module.state_dict()
     assert_near(dict(state), dict(expected), 1e-12)
     if fails_on < 0:
-        assert all(same_on_ranks(one) for name, one in state.items() if "norm" not in name)
+        assert all(same_on_ranks(value) for name, value in state.items() if "norm" not in name)
     assert bool(wrapper.train_step.programs) == (distributed.get_rank() != fails_on)
     assert fails_on < 0 or len(wrapper.train_step.programs) <= 1

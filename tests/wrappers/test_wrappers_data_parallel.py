@@ -32,7 +32,7 @@ from stepwrap.wrappers import (
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
     yield
-    assert [one.name for one in threading.enumerate() if "stepwrap copy" in one.name] == []
+    assert [thread.name for thread in threading.enumerate() if "stepwrap copy" in thread.name] == []
 
 
 def step(model: nn.Module, copies: int = 2, **options: Any) -> StepDataParallel:
@@ -44,13 +44,13 @@ def step(model: nn.Module, copies: int = 2, **options: Any) -> StepDataParallel:
 def test_training_follows_the_whole_batch(
     size: int, copies: int, dtype: torch.dtype, bound: float
 ) -> None:
-    model, whole = step(classifier(dtype), copies), SingleDevice(classifier(dtype))
-    ours, theirs = sgd(model, momentum=0.9), sgd(whole, momentum=0.9)
+    model, single = step(classifier(dtype), copies), SingleDevice(classifier(dtype))
+    ours, theirs = sgd(model, momentum=0.9), sgd(single, momentum=0.9)
     for batch in batches(6, size, dtype):
-        logs, expected = model.train_step(batch, ours), whole.train_step(batch, theirs)
+        logs, expected = model.train_step(batch, ours), single.train_step(batch, theirs)
         assert logs["loss"].shape == ()
         assert abs(logs["loss"].item() - expected["loss"].item()) <= bound
-    assert (flat(model) - flat(whole)).abs().max() <= bound
+    assert (flat(model) - flat(single)).abs().max() <= bound
 
 
 class Losses(BaseModel):
@@ -100,33 +100,33 @@ def test_predictions_and_evaluation() -> None:
 
 
 def test_mixed_precision_reaches_every_copy() -> None:
-    seen: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
     model = step(classifier(), 3)
-    model.module.net[0].register_forward_hook(lambda *args: seen.append(args[2].dtype))
+    model.module.net[0].register_forward_hook(lambda *args: dtypes.append(args[2].dtype))
     amp = AmpOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1), dtype="bfloat16")
     model.train_step(batches(1, 5)[0], amp)
-    assert seen == [torch.bfloat16] * 3
+    assert dtypes == [torch.bfloat16] * 3
 
 
 def test_surroundings_of_the_copies() -> None:
-    seen: list[Any] = []
+    calls: list[Any] = []
 
     class Look(nn.Module):
         def forward(self, inputs: Tensor) -> Tensor:
             name = threading.current_thread().name
             modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-            seen.append((name, modes, torch.zeros(1).device.type))
+            calls.append((name, modes, torch.zeros(1).device.type))
             return inputs
 
     model = ReplicationCallbackDataParallel(Look(), ["cpu"] * 2, timeout_s=5)
     with torch.no_grad(), torch.device("meta"):
         model(torch.zeros(2, device="cpu"))
-    assert {one[1:] for one in seen} == {((False, False), "meta")}
-    assert len({one[0] for one in seen}) == 2
-    seen.clear()
+    assert {call[1:] for call in calls} == {((False, False), "meta")}
+    assert len({call[0] for call in calls}) == 2
+    calls.clear()
     with torch.inference_mode():
         model(torch.zeros(2))
-    assert {one[1:] for one in seen} == {((False, True), "cpu")}
+    assert {call[1:] for call in calls} == {((False, True), "cpu")}
 
 
 class Meeting(nn.Module):
@@ -317,17 +317,17 @@ def test_in_a_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [5, 1])
 def test_training_on_devices_follows_the_whole_batch(devices: Any, size: int) -> None:
     model = StepDataParallel(classifier(torch.float64).cuda(), devices)
-    whole = SingleDevice(classifier(torch.float64).cuda())
-    ours, theirs = sgd(model, momentum=0.9), sgd(whole, momentum=0.9)
+    single = SingleDevice(classifier(torch.float64).cuda())
+    ours, theirs = sgd(model, momentum=0.9), sgd(single, momentum=0.9)
     for batch in batches(5, size, torch.float64):
         model.train_step(batch, ours)
-        whole.train_step(batch, theirs)
-    assert (flat(model) - flat(whole)).abs().max() <= 1e-12
+        single.train_step(batch, theirs)
+    assert (flat(model) - flat(single)).abs().max() <= 1e-12
 
 
 @pytest.mark.gpu
 def test_buffers_streams_and_autocast() -> None:
-    seen: list[Any] = []
+    calls: list[Any] = []
 
     class Look(nn.Module):
         def __init__(self) -> None:
@@ -336,7 +336,7 @@ def test_buffers_streams_and_autocast() -> None:
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             self.count += len(inputs)
-            seen.append((torch.cuda.current_stream(), torch.is_autocast_enabled("cuda")))
+            calls.append((torch.cuda.current_stream(), torch.is_autocast_enabled("cuda")))
             return inputs + self.count
 
     module = Look().cuda()
@@ -346,7 +346,7 @@ def test_buffers_streams_and_autocast() -> None:
         outputs = model(torch.zeros(3))
     assert outputs.tolist() == [2, 2, 1]
     assert module.count.item() == 2
-    assert seen == [(stream, True)] * 2
+    assert calls == [(stream, True)] * 2
 
 
 @pytest.mark.gpu

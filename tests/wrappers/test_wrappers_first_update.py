@@ -39,7 +39,7 @@ def batches() -> list[list[Tensor]]:
 
 
 def own_rows(batch: list[Tensor]) -> list[Tensor]:
-    return [one[dist.get_rank() :: RANKS] for one in batch]
+    return [tensor[dist.get_rank() :: RANKS] for tensor in batch]
 
 
 def by_grad(wrapper: Any, data: Any, optim_wrapper: Any, average: bool = False) -> dict[str, Any]:
@@ -68,7 +68,9 @@ def train_by(step: Any, half: bool = False, **options: Any) -> Tensor:
         scales = {"init_scale": 2.0**40, "backoff_factor": 2.0**-40}
         optim = AmpOptimWrapper(optimizer, dtype="float16", loss_scale=scales)
     for batch in batches():
-        wrapper.train_step([one.float() if half else one for one in own_rows(batch)], optim)
+        wrapper.train_step(
+            [tensor.float() if half else tensor for tensor in own_rows(batch)], optim
+        )
     return wrapper.module.net.weight.detach()
 
 
@@ -108,8 +110,8 @@ def test_infinite_gradients_delay_the_check() -> None:
 )
 @on_ranks(RANKS)
 def test_ranks_that_may_differ_are_not_checked(options: dict[str, Any]) -> None:
-    first, second = gathered(train_by(by_grad, **options))
-    assert not torch.equal(first, second)
+    rank_0, second = gathered(train_by(by_grad, **options))
+    assert not torch.equal(rank_0, second)
 
 
 def as_it_comes(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
@@ -126,8 +128,8 @@ def test_a_parameter_that_torch_ignores_is_not_checked() -> None:
     wrapper: Any = with_train_step(StepDistributedDataParallel, as_it_comes)(bare)
     optim = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1))
     wrapper.train_step(own_rows(batches()[0]), optim)
-    first, second = gathered(bare.net.bias.detach()[0].item())
-    assert first != second
+    rank_0, second = gathered(bare.net.bias.detach()[0].item())
+    assert rank_0 != second
 
 
 class Pair(BaseModel):
@@ -154,9 +156,9 @@ class TwoLosses(SeparateDistributedDataParallel):
         else:
             near.backward()
             small.backward()
-        for one in optim_wrapper.values():
-            one.step()
-            one.zero_grad()
+        for member in optim_wrapper.values():
+            member.step()
+            member.zero_grad()
         return {"loss": near.detach()}
 
 
@@ -215,8 +217,8 @@ def step_odd(optimised: str, factor: float) -> None:
     def train_step(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
         loss = wrapper(*data)["loss"]
         loss.backward()
-        for one in wrapper.parameters():
-            one.grad = one.grad * (1 + factor * dist.get_rank())
+        for param in wrapper.parameters():
+            param.grad = param.grad * (1 + factor * dist.get_rank())
         optim_wrapper.step()
         return {"loss": loss}
 

@@ -64,7 +64,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 
 
 # With more ranks the parts of parameters change, but not the effects of the options.
-UNEVEN = [OPTIONS[3], OPTIONS[7], *(one for one in OPTIONS if one[0] != "Net")]
+UNEVEN = [OPTIONS[3], OPTIONS[7], *(option for option in OPTIONS if option[0] != "Net")]
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(2, OPTIONS), *slow((4, UNEVEN))], ids=["2", "4"])
@@ -72,12 +72,12 @@ UNEVEN = [OPTIONS[3], OPTIONS[7], *(one for one in OPTIONS if one[0] != "Net")]
 @on_ranks("ranks")
 def test_options_change_no_number(ranks: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
     for kind, options in cases:
-        settings = {one: options[one] for one in ("optimizer", "accumulate") if one in options}
+        settings = {name: options[name] for name in ("optimizer", "accumulate") if name in options}
         weights = train(kind, **options)
         expected = train_plainly(kind, torch.float64, ranks=ranks, **settings)
         if kind == "Normed":
             # The running variance over ranks is computed by another formula.
-            expected = {name: one for name, one in expected.items() if "running" not in name}
+            expected = {name: value for name, value in expected.items() if "running" not in name}
             weights = {name: weights[name] for name in expected}
         assert_near(weights, expected, 1e-12)
 
@@ -108,11 +108,11 @@ def test_meshes_change_no_number() -> None:
 def test_a_mesh_over_some_of_the_ranks() -> None:
     """Two pairs of ranks train independently, each on its own mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "data"))
-    first, second, third, fourth = gathered(train(mesh=mesh["data"], shard=["Block"]))
-    assert_near(first, train_plainly(ranks=2), 1e-12)
-    assert_near(first, second, 0)
+    rank_0, second, third, fourth = gathered(train(mesh=mesh["data"], shard=["Block"]))
+    assert_near(rank_0, train_plainly(ranks=2), 1e-12)
+    assert_near(rank_0, second, 0)
     assert_near(third, fourth, 0)
-    assert max((first[name] - third[name]).abs().max() for name in first) > 1e-3
+    assert max((rank_0[name] - third[name]).abs().max() for name in rank_0) > 1e-3
 
 
 @on_ranks(2)
@@ -142,8 +142,8 @@ def test_an_optimizer_made_before_wrapping() -> None:
     model = supervised(dtype=torch.float32)
     optim = sgd(model, accumulative_counts=2)
     wrapper = StepFullyShardedDataParallel(model, shard=["Block"])
-    first, second, *_ = own_batches(dist.get_rank(), torch.float32)
-    wrapper.train_step(first, optim)
+    batch_1, second, *_ = own_batches(dist.get_rank(), torch.float32)
+    wrapper.train_step(batch_1, optim)
     texts = (
         "no parameter of SGD has a gradient at its first update",
         "create the optimizer after wrapping",
@@ -157,7 +157,7 @@ def _train_over(mesh: Mesh | DeviceMesh) -> dict[str, Tensor]:
     optim = sgd(model, momentum=0.9)
     for batch in own_batches(dist.get_rank(), torch.float64):
         # Results of an operation use the mesh that torch caches for it.
-        norm = sum(one.square().sum().full_tensor() for one in model.parameters())
+        norm = sum(param.square().sum().full_tensor() for param in model.parameters())
         assert norm.item() > 0
         model.train_step(batch, optim)
     return whole(model.module.net)

@@ -70,20 +70,20 @@ def _trained(model: Any, data: list[Any], change: Any, where: str, accumulate: i
         if where in ("steps", "gathered"):
             change(bare.net, at)
         if where == "shards":
-            for one, (_, flag) in zip(
+            for param, (_, flag) in zip(
                 optim.optimizer.param_groups[0]["params"], _flags(change, at), strict=True
             ):
                 model(batch[0], mode="tensor")
-                one.requires_grad_(flag)
+                param.requires_grad_(flag)
         model.train_step(batch, optim)
     return bare
 
 
 def _flags(change: Any, at: int) -> list[tuple[str, bool]]:
     net = network("Net", torch.float64)
-    for one in range(at + 1):
-        change(net, one)
-    return [(name, one.requires_grad) for name, one in net.named_parameters()]
+    for round_ in range(at + 1):
+        change(net, round_)
+    return [(name, param.requires_grad) for name, param in net.named_parameters()]
 
 
 @pytest.mark.parametrize("where", ["steps", *slow("shards", "gathered", "first", "last")])
@@ -122,8 +122,8 @@ class Toggling(SupervisedModel):
         net: Any = self.net
         for name in optim_wrapper:
             for other, member in optim_wrapper.items():
-                for one in member.optimizer.param_groups[0]["params"]:
-                    one.requires_grad_(other == name)
+                for param in member.optimizer.param_groups[0]["params"]:
+                    param.requires_grad_(other == name)
             loss = self.loss(net(data[0]) if name == "net" else self.out(net(data[0])), data[1])
             optim_wrapper[name].update_params(loss)
         return {"loss": loss.detach()}
@@ -175,8 +175,8 @@ class Nested(BaseModel):
         return {"loss": loss}
 
     def _sum(self) -> Any:
-        own = dict(self.named_parameters())
-        return 0.1 * own["head.bias"].square().sum()
+        params = dict(self.named_parameters())
+        return 0.1 * params["head.bias"].square().sum()
 
 
 def _train_nested(model: Any, data: list[Any]) -> Any:

@@ -34,12 +34,12 @@ NO_PIN = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
 
 
 def init_ones(module: nn.Module, scale: float = 1.0) -> None:
-    for one in module.parameters():
-        nn.init.constant_(one, scale)
+    for param in module.parameters():
+        nn.init.constant_(param, scale)
 
 
 @pytest.mark.parametrize(
-    ("given", "name", "read"),
+    ("setting", "name", "expected"),
     [
         ({}, "free_after_forward", True),
         ({"sharding_strategy": "FULL_SHARD"}, "free_after_forward", True),
@@ -91,28 +91,28 @@ def init_ones(module: nn.Module, scale: float = 1.0) -> None:
         ({"param_init_fn": "torch.nn.init.ones_"}, "param_init_fn", nn.init.ones_),
     ],
 )
-def test_spellings(given: dict[str, Any], name: str, read: Any) -> None:
-    before = copy.deepcopy(given)
-    assert getattr(read_options(given), name) == read
-    assert repr(given) == repr(before)
+def test_spellings(setting: dict[str, Any], name: str, expected: Any) -> None:
+    before = copy.deepcopy(setting)
+    assert getattr(read_options(setting), name) == expected
+    assert repr(setting) == repr(before)
 
 
 def test_functions_with_arguments() -> None:
-    given = {"param_init_fn": {"type": f"{__name__}.init_ones", "scale": 3.0}}
-    init = read_options(given).param_init_fn
+    settings = {"param_init_fn": {"type": f"{__name__}.init_ones", "scale": 3.0}}
+    init = read_options(settings).param_init_fn
     layer = nn.Linear(2, 2)
     assert init is not None
     init(layer)
     assert bool((layer.weight == 3).all())
-    assert given == {"param_init_fn": {"type": f"{__name__}.init_ones", "scale": 3.0}}
+    assert settings == {"param_init_fn": {"type": f"{__name__}.init_ones", "scale": 3.0}}
 
 
-def always(module: nn.Module, recurse: bool, nonwrapped_numel: int, wanted: type = Block) -> bool:
-    return recurse or isinstance(module, wanted)
+def always(module: nn.Module, recurse: bool, nonwrapped_numel: int, kind: type = Block) -> bool:
+    return recurse or isinstance(module, kind)
 
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.1.inner"]
-LINEARS = [f"{one}.{layer}" for one in BLOCKS for layer in ("up", "down")] + ["head"]
+LINEARS = [f"{block}.{layer}" for block in BLOCKS for layer in ("up", "down")] + ["head"]
 
 
 @pytest.mark.parametrize(
@@ -137,17 +137,17 @@ def test_wrapping_policies(policy: Any, paths: list[str] | None) -> None:
         with pytest.raises(ValueError, match=r"min_params=1e\+08 parameters; the largest has"):
             find_units(model, options, set())
         return
-    found = list(find_units(model, options, set()))
+    units = list(find_units(model, options, set()))
     if paths is None:
-        sizes = [sum(p.numel() for p in model.get_submodule(one).parameters()) for one in found]
+        sizes = [sum(p.numel() for p in model.get_submodule(unit).parameters()) for unit in units]
         assert sizes
         assert min(sizes) >= 100
     else:
-        assert sorted(found) == sorted(paths)
+        assert sorted(units) == sorted(paths)
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "text"),
+    ("setting", "error", "text"),
     [
         ({"sharding_strategy": "NO_SHARD"}, ValueError, r"no counterpart.*\(wrapper: ddp\)"),
         (
@@ -209,11 +209,11 @@ def test_wrapping_policies(policy: Any, paths: list[str] | None) -> None:
         ({"sync_module_states": "yes"}, TypeError, "sync_module_states must be true or false"),
     ],
 )
-def test_refusals(given: dict[str, Any], error: type[Exception], text: str) -> None:
-    before = copy.copy(given)
+def test_refusals(setting: dict[str, Any], error: type[Exception], text: str) -> None:
+    before = copy.copy(setting)
     with pytest.raises(error, match=text):
-        read_options(given)
-    assert given == before
+        read_options(setting)
+    assert setting == before
 
 
 def test_options_are_checked_by_name() -> None:

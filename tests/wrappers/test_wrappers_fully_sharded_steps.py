@@ -107,7 +107,7 @@ def test_training_continues_after_an_error(where: str, plain: bool, shard: Any) 
 def test_an_optimizer_made_after_a_forward() -> None:
     model = StepFullyShardedDataParallel(supervised(), shard=["Block"])
     model(*own_batches(0, torch.float64)[0], mode="loss")
-    assert all(isinstance(one, DTensor) for one in model.parameters())
+    assert all(isinstance(param, DTensor) for param in model.parameters())
 
     def run(model: Any, data: list[Any]) -> None:
         """Create the optimizer between a forward and its backward."""
@@ -126,7 +126,7 @@ class Decaying(StepFullyShardedDataParallel):
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         with optim_wrapper.optim_context(self):
             losses = self(*self.module.data_preprocessor(data, True), mode="loss")
-        decay = sum(one.square().sum().full_tensor() for one in self.parameters())
+        decay = sum(param.square().sum().full_tensor() for param in self.parameters())
         loss = losses["loss"] + 0.01 * decay
         optim_wrapper.update_params(loss)
         return {"loss": loss.detach()}
@@ -135,7 +135,7 @@ class Decaying(StepFullyShardedDataParallel):
 class DecayingAlone(SingleDevice):
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         losses = self(*self.module.data_preprocessor(data, True), mode="loss")
-        decay = sum(one.square().sum() for one in self.parameters())
+        decay = sum(param.square().sum() for param in self.parameters())
         optim_wrapper.update_params(losses["loss"] + 0.01 * decay)
         return {}
 
@@ -157,7 +157,7 @@ class Mixing(StepFullyShardedDataParallel):
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         losses = self(*data, mode="loss")
-        loss = losses["loss"] + sum(one.square().sum() for one in self.module.parameters())
+        loss = losses["loss"] + sum(param.square().sum() for param in self.module.parameters())
         optim_wrapper.update_params(loss)
         return {}
 
@@ -200,9 +200,9 @@ def test_a_model_that_calls_its_child(shard: Any) -> None:
     model: Any = StepFullyShardedDataParallel(stepping(dist.get_rank()), shard=shard)
     single: Any = SingleDevice(stepping(0))
     options: dict[str, Any] = {"accumulative_counts": 3, "clip_grad": {"max_norm": 0.1}}
-    optims = [sgd(one, **options) for one in (model, single)]
-    own = own_batches(dist.get_rank(), torch.float64)
-    for batch, everything in zip(own, whole_batches(), strict=True):
+    optims = [sgd(wrapper, **options) for wrapper in (model, single)]
+    rank_batches = own_batches(dist.get_rank(), torch.float64)
+    for batch, everything in zip(rank_batches, whole_batches(), strict=True):
         model.train_step(batch, optims[0])
         single.train_step(everything, optims[1])
         with torch.inference_mode():

@@ -48,7 +48,7 @@ def test_gradients_are_reduced_only_at_the_end_of_a_window(kind: Any) -> None:
     bare = kind(network("Net", torch.float64), nn.CrossEntropyLoss())
     model = StepFullyShardedDataParallel(bare, shard=["Block"])
     # The number of reductions and of gradients after each micro-step.
-    seen: list[tuple[int, int]] = []
+    states: list[tuple[int, int]] = []
 
     class Looking(OptimWrapper):
         def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -56,11 +56,11 @@ def test_gradients_are_reduced_only_at_the_end_of_a_window(kind: Any) -> None:
                 super().backward(loss, **kwargs)
             counts = {str(op): count for op, count in mode.get_comm_counts().items()}
             reduced = sum(count for op, count in counts.items() if "reduce_scatter" in op)
-            seen.append((reduced, sum(one.grad is not None for one in model.parameters())))
+            states.append((reduced, sum(param.grad is not None for param in model.parameters())))
 
     optim = Looking(torch.optim.SGD(model.parameters(), lr=0.1), accumulative_counts=3)
     train_on(model, own_batches(dist.get_rank(), torch.float64)[:6], optim)
-    assert seen == [(0, 0), (0, 0), (4, 14)] * 2
+    assert states == [(0, 0), (0, 0), (4, 14)] * 2
 
 
 @on_ranks(2)
@@ -120,18 +120,18 @@ def test_evaluation_gathers_as_needed(free: bool) -> None:
                     _assert_same(getattr(wrapped, step)(batch), getattr(single, step)(batch))
                 _assert_same(wrapped(batch[0]), single(batch[0]))
             if context is not _nothing:
-                assert all(isinstance(one, DTensor) for one in wrapped.parameters())
+                assert all(isinstance(param, DTensor) for param in wrapped.parameters())
             wrapped.train_step(batch, optim)
             single.train_step(batch, plain)
-        expected = {name: one.detach() for name, one in model.state_dict().items()}
+        expected = {name: value.detach() for name, value in model.state_dict().items()}
         assert largest_difference(whole(wrapped.module), expected) <= 2e-6
 
 
-def _assert_same(one: Any, other: Any) -> None:
-    if isinstance(one, dict):
-        one, other = one["preds"], other["preds"]
-    for left, right in zip(one, other, strict=True):
-        assert torch.allclose(left, right, atol=2e-6)
+def _assert_same(actual: Any, other: Any) -> None:
+    if isinstance(actual, dict):
+        actual, other = actual["preds"], other["preds"]
+    for prediction, target in zip(actual, other, strict=True):
+        assert torch.allclose(prediction, target, atol=2e-6)
 
 
 @on_ranks(2)
@@ -139,7 +139,7 @@ def test_names_kinds_and_buffers() -> None:
     model = _wrapped("Normed")
     state = model.module.state_dict()
     assert list(state)[:2] == ["net.blocks.0.up.weight", "net.blocks.0.up.bias"]
-    assert {type(one) for one in state.values()} == {DTensor, Tensor}
+    assert {type(value) for value in state.values()} == {DTensor, Tensor}
     assert isinstance(model.module.net.blocks[0], Block)
     assert model.data_group is None
     assert model.collective_eval
@@ -176,16 +176,16 @@ def test_mixed_precision() -> None:
     """Checks the dtypes in the layers and of the weights, and that the loss falls."""
     model = _wrapped("Normed", torch.float32, mixed_precision={"param_dtype": "bfloat16"})
     net = model.module.net
-    seen: dict[str, Any] = {}
+    dtypes: dict[str, Any] = {}
     net.head.register_forward_hook(
-        lambda head, args, output: seen.update(args=args[0].dtype, weight=head.weight.dtype)
+        lambda head, args, output: dtypes.update(args=args[0].dtype, weight=head.weight.dtype)
     )
-    net.norm.register_forward_hook(lambda norm, args, output: seen.update(norm=norm.weight.dtype))
+    net.norm.register_forward_hook(lambda norm, args, output: dtypes.update(norm=norm.weight.dtype))
     optim = sgd(model)
     batch = own_batches(dist.get_rank(), torch.float32)[0]
     losses = [model.train_step(batch, optim)["loss"].item() for _ in range(20)]
-    assert seen == {"args": torch.bfloat16, "weight": torch.bfloat16, "norm": torch.float32}
-    assert {one.dtype for one in model.parameters()} == {torch.float32}
+    assert dtypes == {"args": torch.bfloat16, "weight": torch.bfloat16, "norm": torch.float32}
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
     assert losses[-1] < 0.9 * losses[0]
     assert model(batch[0], mode="tensor").dtype is torch.bfloat16
     policy = {"param_dtype": "bfloat16", "output_dtype": "float32", "reduce_dtype": "float32"}
@@ -207,10 +207,10 @@ def test_ignored_parameters_stay_whole() -> None:
     ):
         model = _wrapped("Net", **option)
         train_on(model, own_batches(dist.get_rank(), torch.float64)[:1])
-        assert not any(isinstance(one, DTensor) for one in model.module.net.head.parameters())
+        assert not any(isinstance(param, DTensor) for param in model.module.net.head.parameters())
     bare = supervised("Net", torch.float64)
     model = StepFullyShardedDataParallel(bare, ignored_parameters=bare.net.head.parameters())
-    assert not any(isinstance(one, DTensor) for one in model.module.net.head.parameters())
+    assert not any(isinstance(param, DTensor) for param in model.module.net.head.parameters())
     with pytest.raises(ValueError, match="name or path 'net.heat'; did you mean net.head"):
         _wrapped("Net", ignored_parameters=["net.heat"])
     logger.removeHandler(handler)
@@ -237,13 +237,13 @@ def _on_meta() -> nn.Module:
 @on_ranks(2)
 def test_models_that_cannot_be_sharded() -> None:
     world = {"sharding_strategy": "HYBRID_SHARD", "process_group": dist.group.WORLD}
-    others = classifier() if dist.get_rank() else HalfUsed()
+    rank_model = classifier() if dist.get_rank() else HalfUsed()
     differs = "the same on all ranks, but 'used.weight' is ((1, 6), 'torch.float32') on rank 0"
     for model, options, texts in (
         (_scalar(), {}, ["at least one dimension to be sharded, but net.temperature has none"]),
         (_mixed(), {}, ["must have one dtype, but net.2 (Linear) has"]),
         (_wrapped().module, {}, ["sharded already"]),
-        (others, {}, [differs, "and absent on rank 1"]),
+        (rank_model, {}, [differs, "and absent on rank 1"]),
         (_on_meta(), {}, ["but net.running_mean is on the meta device", "meta_parameters()"]),
         (classifier(), world, ["needs two process groups"]),
     ):

@@ -85,7 +85,7 @@ def test_mixed_precision(dtype: str | None, scaled: bool) -> None:
 def test_a_step_without_a_host_sync() -> None:
     model = wrap_model(None, classifier(), device="cuda")
     wrapper = OptimWrapper(_optimizer(model), clip_grad={"max_norm": 0.5})
-    data: list[Any] = [[part.cuda() for part in batch] for batch in batches(3)]
+    data: list[Any] = [[tensor.cuda() for tensor in batch] for batch in batches(3)]
     model.train_step(data[0], wrapper)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -34,25 +34,25 @@ def test_every_part_has_the_reported_place(size: int, kind: str, width: int) -> 
         plain.named_parameters(), model.parameters(), strict=True
     ):
         layout = layout_of(parameter)
-        part = local_part(parameter)
+        local = local_part(parameter)
         assert layout.shape == tuple(reference.shape)
-        assert layout.sizes == tuple(part.shape)
-        assert torch.equal(reference[layout.slices], part), name
+        assert layout.sizes == tuple(local.shape)
+        assert torch.equal(reference[layout.slices], local), name
         assert is_sharded(parameter) == bool(layout.sharded_over)
-        again = as_global(part, parameter)
+        again = as_global(local, parameter)
         assert isinstance(again, DTensor) == (layout.mesh is not None)
         assert torch.equal(whole(again), reference)
         readable = Readable(reference.detach())
         for source in (reference, readable, parameter):
-            taken = take_part(source, parameter)
-            assert type(taken) is (DTensor if isinstance(parameter, DTensor) else Tensor)
-            assert torch.equal(local_part(taken), part)
+            restored = take_part(source, parameter)
+            assert type(restored) is (DTensor if isinstance(parameter, DTensor) else Tensor)
+            assert torch.equal(local_part(restored), local)
             copy_whole_(parameter, source)
-        assert readable.read == 2 * part.numel()
+        assert readable.read == 2 * local.numel()
         copy_whole_(parameter, Readable(reference.detach() + 1))
         assert torch.equal(local_part(parameter), reference[layout.slices] + 1)
-        pieces = set(gathered((layout.offsets, layout.sizes)))
-        assert sum(math.prod(sizes) for _, sizes in pieces) == reference.numel()
+        areas = set(gathered((layout.offsets, layout.sizes)))
+        assert sum(math.prod(sizes) for _, sizes in areas) == reference.numel()
 
 
 def test_plain_tensors() -> None:
@@ -63,8 +63,8 @@ def test_plain_tensors() -> None:
     assert local_part(tensor) is tensor
     assert as_global(tensor, tensor) is tensor
     assert not is_sharded(tensor)
-    taken = take_part(Readable(torch.ones(2, 3)), tensor)
-    assert torch.equal(taken, torch.ones(2, 3))
+    restored = take_part(Readable(torch.ones(2, 3)), tensor)
+    assert torch.equal(restored, torch.ones(2, 3))
     scalar = torch.tensor(3.0)
     assert take_part(Readable(torch.tensor(2.0, dtype=torch.float64)), scalar).equal(
         torch.tensor(2.0)
@@ -74,14 +74,14 @@ def test_plain_tensors() -> None:
 
 
 def test_a_part_does_not_keep_the_storage_of_the_whole() -> None:
-    part = nn.Parameter(torch.zeros(2, 3))
+    local = nn.Parameter(torch.zeros(2, 3))
     whole_one = torch.ones(4, 3)
-    layout = layout_of(part)
-    part.tensor_layout = type(layout)((4, 3), (2, 0), (2, 3))
-    taken = take_part(whole_one, part)
-    assert taken.untyped_storage().nbytes() == 2 * 3 * 4
+    layout = layout_of(local)
+    local.tensor_layout = type(layout)((4, 3), (2, 0), (2, 3))
+    restored = take_part(whole_one, local)
+    assert restored.untyped_storage().nbytes() == 2 * 3 * 4
     whole_one.fill_(5)
-    assert torch.equal(taken, torch.ones(2, 3))
+    assert torch.equal(restored, torch.ones(2, 3))
 
 
 @on_ranks(2)
@@ -90,9 +90,9 @@ def test_sources_of_another_layout() -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     rows = dist.tensor.distribute_tensor(reference, mesh, [dist.tensor.Shard(0)])
     columns = dist.tensor.distribute_tensor(reference.zero_(), mesh, [dist.tensor.Shard(1)])
-    wanted = torch.arange(12.0).view(4, 3)
+    expected = torch.arange(12.0).view(4, 3)
     copy_whole_(columns, rows)
-    assert torch.equal(columns.full_tensor(), wanted)
+    assert torch.equal(columns.full_tensor(), expected)
     with pytest.raises(ValueError, match=r"the part .* must have shape \(4, [12]\)"):
         as_global(torch.ones(3, 3), columns)
 
@@ -104,8 +104,8 @@ def test_the_norm_equals_the_norm_of_whole_tensors(size: int, kind: str) -> None
     # torch's tensor-parallel layers need equal parts.
     width = 8 if kind == "tensor" else 6
     plain, model = net(width=width), spread(net(width=width), kind)
-    for one in (plain, model):
-        one(data()).pow(2).sum().backward()
+    for network in (plain, model):
+        network(data()).pow(2).sum().backward()
     reduced = []
     real = dist.all_reduce
 
@@ -120,19 +120,19 @@ def test_the_norm_equals_the_norm_of_whole_tensors(size: int, kind: str) -> None
     try:
         for order in (2.0, 1.0, 3.5, math.inf):
             parameters = list(model.parameters())
-            own = total_norm([p.grad for p in parameters], order, like=parameters)
-            assert type(own) is Tensor
-            assert own.shape == ()
+            norm = total_norm([p.grad for p in parameters], order, like=parameters)
+            assert type(norm) is Tensor
+            assert norm.shape == ()
             weights = total_norm(parameters, order)
-            results.append([own.item(), weights.item()])
+            results.append([norm.item(), weights.item()])
     finally:
         module.all_reduce = real
     distinct = {g for p in model.parameters() for g in layout_of(p).sharded_over}
     assert len(reduced) == 2 * 4 * len(distinct)
-    for order, (own, weights) in zip((2.0, 1.0, 3.5, math.inf), results, strict=True):
+    for order, (norm, weights) in zip((2.0, 1.0, 3.5, math.inf), results, strict=True):
         gradients = [p.grad for p in plain.parameters()]
         expected = torch.nn.utils.get_total_norm(gradients, order).item()
-        assert own == pytest.approx(expected, rel=1e-13)
+        assert norm == pytest.approx(expected, rel=1e-13)
         values = torch.nn.utils.get_total_norm(list(plain.parameters()), order).item()
         assert weights == pytest.approx(values, rel=1e-13)
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
@@ -155,8 +155,8 @@ def test_norms_that_do_not_add_up() -> None:
 
 
 def test_parameters_added_later_are_seen() -> None:
-    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([first], lr=0.1)
+    param, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.1)
     assert not has_placed_parameters(optimizer)
     second.tensor_layout = layout_of(second)
     optimizer.add_param_group({"params": [second]})

@@ -100,13 +100,13 @@ def test_batches_that_cannot_be_weighed(
 
 def test_one_batch_for_an_update_is_exact() -> None:
     """Without anything to average, no bit changes."""
-    found = []
+    weights = []
     for setting in (None, "samples"):
         model = SingleDevice(classifier())
         optim_wrapper = sgd(model, momentum=0.9, loss_weight=setting)
         train(model, batches(4), optim_wrapper)
-        found.append(flat(model))
-    assert torch.equal(*found)
+        weights.append(flat(model))
+    assert torch.equal(*weights)
     assert optim_wrapper.last_weight == 4
 
 
@@ -128,7 +128,7 @@ def test_nan_gradients_of_a_window_of_weight_zero_become_zero(kind: Any) -> None
 
 def test_windows_end_with_a_pass() -> None:
     """Two passes of five micro-batches have windows of 3, 2, 3 and 2."""
-    found, updates = [], []
+    flat_weights, updates = [], []
     data = batches(5, size=2)
     model = SingleDevice(classifier(torch.float64))
     data = [[inputs.double(), target] for inputs, target in data]
@@ -143,15 +143,15 @@ def test_windows_end_with_a_pass() -> None:
             model.train_step(batch, optim_wrapper)
             if optim_wrapper.should_update():
                 updates.append(optim_wrapper.inner_count)
-    found.append(flat(model))
-    whole = SingleDevice(classifier(torch.float64))
-    plain = sgd(whole)
-    for part in (data[:3], data[3:]) * 2:
-        inputs, target = zip(*part, strict=True)
-        whole.train_step([torch.cat(inputs), torch.cat(target)], plain)
-    found.append(flat(whole))
+    flat_weights.append(flat(model))
+    undivided = SingleDevice(classifier(torch.float64))
+    plain = sgd(undivided)
+    for pass_data in (data[:3], data[3:]) * 2:
+        inputs, target = zip(*pass_data, strict=True)
+        undivided.train_step([torch.cat(inputs), torch.cat(target)], plain)
+    flat_weights.append(flat(undivided))
     assert updates == [3, 5, 8, 10]
-    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+    torch.testing.assert_close(*flat_weights, rtol=0, atol=1e-12)
 
 
 def test_without_weights_windows_continue_over_a_pass() -> None:
@@ -193,13 +193,13 @@ def test_a_window_of_weight_0_gives_gradients_of_0(counts: int) -> None:
 def test_a_batch_that_does_not_count_has_no_weight() -> None:
     model = SingleDevice(classifier(torch.float64))
     optim_wrapper = sgd(model, accumulative_counts=2, loss_weight="samples")
-    one, other = batches(2, dtype=torch.float64)
-    model.train_step(one, optim_wrapper)
+    counted, other = batches(2, dtype=torch.float64)
+    model.train_step(counted, optim_wrapper)
     optim_wrapper.batch_counts = False
     model.train_step(other, optim_wrapper)
     assert optim_wrapper.last_weight == 0
     alone = SingleDevice(classifier(torch.float64))
-    alone.train_step(one, sgd(alone))
+    alone.train_step(counted, sgd(alone))
     torch.testing.assert_close(flat(model), flat(alone), rtol=0, atol=1e-12)
 
 
@@ -221,10 +221,10 @@ def test_each_micro_batch_must_be_weighed() -> None:
 
 def test_a_bare_model_weighs_by_itself() -> None:
     model, wrapped = classifier(torch.float64), SingleDevice(classifier(torch.float64))
-    for one in (model, wrapped):
-        optim_wrapper = sgd(one, accumulative_counts=2, loss_weight="samples")
+    for module in (model, wrapped):
+        optim_wrapper = sgd(module, accumulative_counts=2, loss_weight="samples")
         for size in (1, 5):
-            one.train_step(batches(1, size, torch.float64)[0], optim_wrapper)
+            module.train_step(batches(1, size, torch.float64)[0], optim_wrapper)
     assert torch.equal(flat(model), flat(wrapped))
 
 
@@ -232,13 +232,13 @@ def test_cleared_gradients_have_no_weight() -> None:
     """After a failed step the window continues with its remaining batches."""
     model = SingleDevice(classifier(torch.float64))
     optim_wrapper = sgd(model, accumulative_counts=3, loss_weight="samples")
-    first, *rest = batches(3, dtype=torch.float64)
-    model.train_step(first, optim_wrapper)
+    batch_1, *later_batches = batches(3, dtype=torch.float64)
+    model.train_step(batch_1, optim_wrapper)
     optim_wrapper.zero_grad()
-    train(model, rest, optim_wrapper)
+    train(model, later_batches, optim_wrapper)
     alone = SingleDevice(classifier(torch.float64))
     plain = sgd(alone, accumulative_counts=2)
-    train(alone, rest, plain)
+    train(alone, later_batches, plain)
     torch.testing.assert_close(flat(model), flat(alone), rtol=0, atol=1e-12)
 
 

@@ -60,7 +60,7 @@ FEW = [
 )
 @on_ranks("world", timeout_s=300)
 def test_pieces_are_a_whole(kind: str, world: int, cells: list[Weighted]) -> None:
-    assert [str(one) for one in run_weighted(kind, cells) if not one.is_within] == []
+    assert [str(cell) for cell in run_weighted(kind, cells) if not cell.is_within] == []
 
 
 def _own_step(wrapper: Any, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
@@ -124,20 +124,20 @@ class _TwoOptimizers(Tagger):
     """A model with an optimizer for each layer; the second steps after every micro-batch."""
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
-        first, second = optim_wrapper["first"], optim_wrapper["second"]
-        with first.optim_context(self.first), second.optim_context(self.second):
+        optim_a, second = optim_wrapper["first"], optim_wrapper["second"]
+        with optim_a.optim_context(self.first), second.optim_context(self.second):
             data = self.data_preprocessor(data, training=True)
             optim_wrapper.weigh(data)
             losses = self(**data, mode="loss")
         total, logs = self.parse_losses(losses)
-        first.backward(
-            first.scale_loss(total), inputs=list(self.first.parameters()), retain_graph=True
+        optim_a.backward(
+            optim_a.scale_loss(total), inputs=list(self.first.parameters()), retain_graph=True
         )
         second.backward(second.scale_loss(total), inputs=list(self.second.parameters()))
-        for one in (first, second):
-            if one.should_update():
-                one.step()
-                one.zero_grad()
+        for member in (optim_a, second):
+            if member.should_update():
+                member.step()
+                member.zero_grad()
         return logs
 
 
@@ -145,9 +145,9 @@ class _TwoOptimizers(Tagger):
 def test_several_optimizers() -> None:
     mesh, cell = make_mesh("separate", 2), Weighted()
     wrapper = SeparateDistributedDataParallel(_TwoOptimizers())
-    parts = {"first": wrapper.module.first, "second": wrapper.module.second}
+    members = {"first": wrapper.module.first, "second": wrapper.module.second}
     optim_wrapper: Any = OptimWrapperDict(
-        **{name: optimizer_of(part, cell) for name, part in parts.items()}
+        **{name: optimizer_of(member, cell) for name, member in members.items()}
     )
     train(wrapper, optim_wrapper, cell, mesh)
     assert difference(whole_weights(wrapper), _train_whole()) <= 1e-12
@@ -168,13 +168,18 @@ def test_under_the_wrapper_of_torch() -> None:
 def test_ranks_that_train_separately() -> None:
     """A wrapper for one device divides by this rank's weights only."""
     rank, cell = torch.distributed.get_rank(), Weighted(accumulate=2, updates=1)
-    parts = split(global_batch(0), 5, seed=0)[2 * rank : 2 * rank + 2]
+    rank_parts = split(global_batch(0), 5, seed=0)[2 * rank : 2 * rank + 2]
     wrapper, plain = SingleDevice(Tagger()), Tagger()
     optim_wrapper = optimizer_of(wrapper, cell)
-    for part in parts:
-        wrapper.train_step(part, optim_wrapper)
+    for micro_batch in rank_parts:
+        wrapper.train_step(micro_batch, optim_wrapper)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
-    plain(**{key: torch.cat([one[key] for one in parts]) for key in parts[0]})["loss"].backward()
+    plain(
+        **{
+            key: torch.cat([micro_batch[key] for micro_batch in rank_parts])
+            for key in rank_parts[0]
+        }
+    )["loss"].backward()
     optimizer.step()
     assert difference(whole_weights(wrapper), plain.state_dict()) <= 1e-12
 
@@ -261,7 +266,7 @@ def _begin_window(folder: Path) -> None:
 
 
 def _end_window(folder: Path, world: int) -> float:
-    pieces = split(global_batch(0), 6, seed=0)[4:]
+    micro_batches = split(global_batch(0), 6, seed=0)[4:]
     wrapper: Any = StepDistributedDataParallel(Tagger()) if world > 1 else SingleDevice(Tagger())
     optim_wrapper = optimizer_of(wrapper, Weighted())
     state = LoopState(wrapper, optim_wrapper)
@@ -269,8 +274,13 @@ def _end_window(folder: Path, world: int) -> float:
     assert path is not None
     load_checkpoint(path).restore(state)
     if world == 1:
-        pieces = [{key: torch.cat([one[key] for one in pieces]) for key in pieces[0]}]
-    wrapper.train_step(pieces[torch.distributed.get_rank()], optim_wrapper)
+        micro_batches = [
+            {
+                key: torch.cat([micro_batch[key] for micro_batch in micro_batches])
+                for key in micro_batches[0]
+            }
+        ]
+    wrapper.train_step(micro_batches[torch.distributed.get_rank()], optim_wrapper)
     assert optim_wrapper.window_weight == 0
     return difference(whole_weights(wrapper), _train_whole(1))
 

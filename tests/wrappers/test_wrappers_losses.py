@@ -182,9 +182,9 @@ def test_training_equals_a_plain_loop(copies: int) -> None:
     wrapper = StepDataParallel(model, ["cpu"] * copies) if copies else SingleDevice(model)
     optim, optimizer = sgd(model), torch.optim.SGD(plain.parameters(), lr=0.1)
     for seed in range(4):
-        given = batch(seed=seed)
-        logs = wrapper.train_step(given, optim)
-        loss = plain(**given).loss
+        inputs = batch(seed=seed)
+        logs = wrapper.train_step(inputs, optim)
+        loss = plain(**inputs).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -198,7 +198,7 @@ def test_evaluation_returns_predictions_and_targets() -> None:
     batches = [batch(6), batch(3, seed=1)]
     state = LoopState(model=wrapper)
     results = ValLoop(batches, {"loss": MeanLoss()}).run(state, HookList())
-    losses = [wrapper.module(**one).loss.item() for one in batches]
+    losses = [wrapper.module(**inputs).loss.item() for inputs in batches]
     assert results["loss"] == pytest.approx((2 * losses[0] + losses[1]) / 3)
     outputs = wrapper.val_step(batches[0])
     assert isinstance(outputs, Output)
@@ -214,6 +214,6 @@ def test_the_example_of_the_page_trains(tmp_path: Path) -> None:
         (code,) = re.findall(rf"```{language}\n(.*?)```", section, flags=re.DOTALL)
         (tmp_path / file).write_text(code)
     text = run("-m", "stepwrap.runner", "train", "gpt2.yaml", cwd=tmp_path)
-    losses = [float(one) for one in re.findall(r"^val .* loss ([\d.]+)$", text, re.MULTILINE)]
+    losses = [float(loss) for loss in re.findall(r"^val .* loss ([\d.]+)$", text, re.MULTILINE)]
     assert losses[-1] < losses[0] / 2
     assert "logits" not in (tmp_path / "runs/gpt2/metrics.jsonl").read_text()

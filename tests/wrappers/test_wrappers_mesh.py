@@ -59,7 +59,7 @@ PLACES = [(0, 2, 0, 2), (0, 2, 1, 4), (1, 2, 0, 2), (1, 2, 1, 4)]
 
 
 @pytest.mark.parametrize(
-    ("axes", "ranks", "places", "names"),
+    ("axes", "ranks", "expected_places", "names"),
     [
         ({"data": 2, "tensor": 2}, 4, PLACES, "data"),
         ({"replicate": 2, "shard": 1, "tensor": 2}, 4, PLACES, "replicate shard"),
@@ -68,7 +68,7 @@ PLACES = [(0, 2, 0, 2), (0, 2, 1, 4), (1, 2, 0, 2), (1, 2, 1, 4)]
 )
 @on_ranks("ranks")
 def test_places_of_ranks(
-    axes: dict[str, int], ranks: int, places: list[tuple[int, ...]], names: str
+    axes: dict[str, int], ranks: int, expected_places: list[tuple[int, ...]], names: str
 ) -> None:
     """Checks rank and size on the data axis, rank on the tensor axis, and the data group's sum."""
     mesh = build_mesh(axes)
@@ -76,19 +76,19 @@ def test_places_of_ranks(
     distributed.all_reduce(total, group=mesh.data_group)
     assert mesh.tensor is not None
     assert mesh.fsdp is not None
-    place = (mesh.data_rank, mesh.data_size, mesh.tensor.get_local_rank(), total.item())
-    assert place == places[distributed.get_rank()]
+    facts = (mesh.data_rank, mesh.data_size, mesh.tensor.get_local_rank(), total.item())
+    assert facts == expected_places[distributed.get_rank()]
     assert mesh.fsdp.mesh_dim_names == tuple(names.split())
 
 
 @on_ranks(2)
 def test_ranks_that_disagree() -> None:
-    for others, text in (
+    for other_axes, text in (
         ({"tensor": 2}, "'mesh' is data 2 on rank 0 and data 1 x tensor 2 on rank 1"),
         ({"data": 3}, "on rank 1: data 3 = 3 ranks, but there are 2"),
     ):
         with pytest.raises(ValueError, match=text):
-            build_mesh({"data": 2} if distributed.get_rank() == 0 else others)
+            build_mesh({"data": 2} if distributed.get_rank() == 0 else other_axes)
 
 
 class Described:

@@ -98,16 +98,16 @@ def test_weights_equal_an_ordinary_construction(ranks: int, more: dict[str, Any]
         torch.manual_seed(3)
         with meta_parameters():
             model = MODELS[kind]()
-        assert all(one.is_meta for one in model.parameters())
-        assert not any(one.is_meta for one in model.buffers())
+        assert all(param.is_meta for param in model.parameters())
+        assert not any(buffer.is_meta for buffer in model.buffers())
         mesh = {"mesh": build_mesh(more["axes"])} if more else {}
         wrapped = StepFullyShardedDataParallel(model, **options, **mesh)
-        assert all(isinstance(one, DTensor) for one in wrapped.parameters())
+        assert all(isinstance(param, DTensor) for param in wrapped.parameters())
         assert torch.equal(torch.get_rng_state(), end)
         weights = whole(model)
         assert weights.keys() == expected.keys()
-        for name, one in expected.items():
-            assert torch.equal(weights[name], one), (kind, options, name)
+        for name, value in expected.items():
+            assert torch.equal(weights[name], value), (kind, options, name)
 
 
 @on_ranks(2)
@@ -127,7 +127,7 @@ def test_an_initialiser_of_the_whole_model() -> None:
         model = nn.Transformer(8, 2, 2, 2, 16, batch_first=True)
     StepFullyShardedDataParallel(model, shard="TransformerEncoderLayer")
     weights = whole(model)
-    bounds = {name: one.abs().max().item() for name, one in weights.items()}
+    bounds = {name: value.abs().max().item() for name, value in weights.items()}
     assert all(0 < bounds[name] <= 1 for name in bounds if name.endswith("weight"))
 
 
@@ -168,8 +168,8 @@ class IncompleteInit(WithoutInit):
 
 
 def _ones(module: nn.Module) -> None:
-    for one in module.parameters(recurse=False):
-        nn.init.ones_(one)
+    for param in module.parameters(recurse=False):
+        nn.init.ones_(param)
 
 
 def _replacing(module: nn.Module) -> None:
@@ -198,7 +198,7 @@ def test_uninitialised_parameters_are_named() -> None:
         with meta_parameters():
             model = nn.Sequential(WithoutInit())
         StepFullyShardedDataParallel(model, shard="Linear", param_init_fn=init)
-        assert all(bool((one == 1).all()) for one in whole(model).values())
+        assert all(bool((value == 1).all()) for value in whole(model).values())
 
 
 WIDTH, LAYERS = 96, 8
@@ -211,11 +211,13 @@ class MeasuredLinear(nn.Linear):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if not self.weight.is_meta:
-            tensors = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
+            tensors = [
+                tensor for tensor in gc.get_objects() if type(tensor) in (Tensor, nn.Parameter)
+            ]
             memory = {
-                one.untyped_storage().data_ptr(): one.untyped_storage().size() // 4
-                for one in tensors
-                if one.device.type == "cpu" and one.numel() > WIDTH
+                tensor.untyped_storage().data_ptr(): tensor.untyped_storage().size() // 4
+                for tensor in tensors
+                if tensor.device.type == "cpu" and tensor.numel() > WIDTH
             }
             _peaks.append(sum(memory.values()))
 
@@ -227,7 +229,7 @@ def test_memory_is_the_shards_and_one_module(ranks: int) -> None:
     with meta_parameters():
         model = nn.Sequential(*(MeasuredLinear(WIDTH, WIDTH) for _ in range(LAYERS)))
     gc.collect()
-    before = sum(one.numel() for one in model.parameters() if not one.is_meta)
+    before = sum(param.numel() for param in model.parameters() if not param.is_meta)
     StepFullyShardedDataParallel(model, shard="Linear")
     layer = WIDTH * (WIDTH + 1)
     shards = LAYERS * layer // ranks
@@ -267,4 +269,4 @@ def test_layers_split_over_a_tensor_axis() -> None:
     )
     weights = whole(model.module.net)
     torch.manual_seed(5)
-    assert all(torch.equal(weights[name], one) for name, one in Net().state_dict().items())
+    assert all(torch.equal(weights[name], value) for name, value in Net().state_dict().items())

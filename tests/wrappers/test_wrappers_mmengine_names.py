@@ -59,7 +59,11 @@ FUNCTIONS = {
 def arguments(function: Callable[..., Any]) -> list[str]:
     """Return the names of the arguments that may be given by position and by name."""
     parameters = inspect.signature(function).parameters.values()
-    named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    named = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
     return [name for name in named if name != "self"]
 
 
@@ -80,22 +84,22 @@ def differences(name: str) -> Iterator[str]:
     """Return members of a class that are missing here or take other arguments."""
     ours: Any = getattr(wrappers, CLASSES[name])
     # An instance of ours also has instance attributes.
-    made = wrappers.BaseModule() if name.startswith("Base") else object
+    instance = wrappers.BaseModule() if name.startswith("Base") else object
     theirs = getattr(theirs_model, name, None) or getattr(theirs_optim, name)
     for member, value in documented(theirs).items():
         full = f"{name}.{member}"
-        present = hasattr(ours, member) or member in vars(made)
+        present = hasattr(ours, member) or member in vars(instance)
         if present == (full in ABSENT):
             yield f"{full} is there: {present}"
         if not present or not inspect.isfunction(value) or full in OTHER_ARGUMENTS:
             continue
-        given = getattr(ours, member)
-        wanted, found = arguments(value), arguments(given)
+        our_member = getattr(ours, member)
+        expected, actual = arguments(value), arguments(our_member)
         passes = any(
-            p.kind is p.VAR_POSITIONAL for p in inspect.signature(given).parameters.values()
+            p.kind is p.VAR_POSITIONAL for p in inspect.signature(our_member).parameters.values()
         )
-        if found[: len(wanted)] != wanted and not passes:
-            yield f"{full} takes {found}, not {wanted}"
+        if actual[: len(expected)] != expected and not passes:
+            yield f"{full} takes {actual}, not {expected}"
 
 
 def test_classes_have_the_documented_members() -> None:
@@ -104,13 +108,16 @@ def test_classes_have_the_documented_members() -> None:
 
 def test_functions_have_the_documented_arguments() -> None:
     for name in FUNCTIONS:
-        wanted, found = arguments(getattr(theirs_model, name)), arguments(getattr(wrappers, name))
-        assert found[: len(wanted)] == wanted, name
+        expected, actual = (
+            arguments(getattr(theirs_model, name)),
+            arguments(getattr(wrappers, name)),
+        )
+        assert actual[: len(expected)] == expected, name
 
 
 def test_missing_names_are_documented() -> None:
-    part = PAGE.partition("\n## From mmengine\n")[2].partition("\n## ")[0]
+    section = PAGE.partition("\n## From mmengine\n")[2].partition("\n## ")[0]
     for name in (*CLASSES, *FUNCTIONS):
-        assert name in part
+        assert name in section
     public = {name for name in theirs_model.__all__ if not hasattr(wrappers, name)} - set(CLASSES)
-    assert {name for name in public if name not in part} == set()
+    assert {name for name in public if name not in section} == set()

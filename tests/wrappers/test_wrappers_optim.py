@@ -420,16 +420,16 @@ def test_frozen_parameters_need_no_gradient() -> None:
 
 def test_a_resumed_wrapper_checks_gradients_again() -> None:
     weight = _parameter()
-    first = _sgd(weight, accumulative_counts=2)
+    saved_wrapper = _sgd(weight, accumulative_counts=2)
     for _ in range(3):
-        first.update_params(weight.sum())
+        saved_wrapper.update_params(weight.sum())
     optim = _sgd(weight, accumulative_counts=2)
-    optim.load_state_dict(first.state_dict())
+    optim.load_state_dict(saved_wrapper.state_dict())
     weight.grad = None
     optim.step()
     optim.update_params(weight.sum())
     later = _sgd(weight)
-    later.load_state_dict(first.state_dict())
+    later.load_state_dict(saved_wrapper.state_dict())
     with pytest.raises(RuntimeError, match="no parameter of SGD has a gradient"):
         later.update_params(_parameter().sum())
 
@@ -519,7 +519,7 @@ def test_should_update_is_of_members_that_take_part() -> None:
         group[name].update_params(_weight(group[name]).sum())
         answers.append((group.should_update(), group.should_update()))
         updates.append(_weight(group[name]).item() != before)
-    assert answers == [(one, one) for one in updates]
+    assert answers == [(expected, expected) for expected in updates]
     assert sum(updates) == 4
 
 
@@ -577,15 +577,15 @@ def test_only_optimizer_wrappers() -> None:
 def test_a_member_may_have_no_gradients_in_a_step() -> None:
     """One backward serves all members; the generator steps later."""
     torch.manual_seed(0)
-    parts = {name: nn.Linear(2, 1) for name in ("generator", "discriminator")}
-    optims = OptimWrapperDict(**{name: sgd(part) for name, part in parts.items()})
-    before = parts["generator"].weight.clone()
+    members = {name: nn.Linear(2, 1) for name in ("generator", "discriminator")}
+    optims = OptimWrapperDict(**{name: sgd(member) for name, member in members.items()})
+    before = members["generator"].weight.clone()
     for step in range(3):
-        loss = parts["discriminator"](torch.ones(1, 2)).sum()
+        loss = members["discriminator"](torch.ones(1, 2)).sum()
         if step == 2:
-            loss = loss + parts["generator"](torch.ones(1, 2)).sum()
+            loss = loss + members["generator"](torch.ones(1, 2)).sum()
         optims["discriminator"].backward(loss)
         for optim in optims.values():
             optim.step()
         optims.zero_grad()
-        assert torch.equal(parts["generator"].weight, before) == (step < 2)
+        assert torch.equal(members["generator"].weight, before) == (step < 2)

@@ -31,8 +31,10 @@ from stepwrap.wrappers.sharding.layout import reshard
 
 ALL = [
     name
-    for name, one in vars(torch.optim).items()
-    if isinstance(one, type) and issubclass(one, Optimizer) and one is not Optimizer
+    for name, optimizer_class in vars(torch.optim).items()
+    if isinstance(optimizer_class, type)
+    and issubclass(optimizer_class, Optimizer)
+    and optimizer_class is not Optimizer
 ]
 # These take only matrices, or a closure, or other gradients.
 MATRICES = ("Muon",)
@@ -43,33 +45,33 @@ REFUSED = {
 
 
 def _parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
-    return [one for one in model.parameters() if one.ndim == 2 or name not in MATRICES]
+    return [param for param in model.parameters() if param.ndim == 2 or name not in MATRICES]
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 @on_ranks(2)
 def test_every_optimizer_of_torch_equals_plain_or_is_refused(kind: str) -> None:
-    found: dict[str, Any] = {}
+    distances: dict[str, Any] = {}
     for name in ALL:
         cls = getattr(torch.optim, name)
         plain, model = net(width=8), spread(net(width=8), kind)
         try:
             mine = build_optimizer(cls, _parameters(model, name), lr=0.01)
         except ValueError as error:
-            found[name] = str(error)
+            distances[name] = str(error)
             continue
         theirs = cls(_parameters(plain, name), lr=0.01)
         for seed in range(5):
-            for one, optimizer in ((model, mine), (plain, theirs)):
+            for network, optimizer in ((model, mine), (plain, theirs)):
                 optimizer.zero_grad()
-                one(data(seed)).pow(2).mean().backward()
+                network(data(seed)).pow(2).mean().backward()
                 optimizer.step()
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
-        found[name] = max((whole(a) - b).abs().max().item() for a, b in pairs)
-    refused = {name: text for name, text in found.items() if isinstance(text, str)}
+        distances[name] = max((whole(a) - b).abs().max().item() for a, b in pairs)
+    refused = {name: text for name, text in distances.items() if isinstance(text, str)}
     assert refused.keys() == REFUSED[kind]
     assert all(text.startswith(name) and "AdamW" in text for name, text in refused.items())
-    assert max(far for name, far in found.items() if name not in refused) <= 1e-12
+    assert max(far for name, far in distances.items() if name not in refused) <= 1e-12
     where = "split by tensor_parallel" if kind == "tensor" else "a DTensor (fsdp)"
     assert where in refused["Adafactor"]
 
@@ -97,7 +99,7 @@ def _muon(sharded: bool, arithmetic: AbstractContextManager[Any]) -> Tensor:
     with arithmetic:
         for seed in range(3):
             optimizer.update_params(model(data(seed)).pow(2).mean())
-    return torch.cat([whole(one).flatten() for one in model.parameters()]).detach()
+    return torch.cat([whole(param).flatten() for param in model.parameters()]).detach()
 
 
 @on_ranks(2)
@@ -171,13 +173,13 @@ def test_averages_use_equal_parts() -> None:
     split = Preparation(tensor_parallel={"net.0": "colwise", "net.2": "rowwise"})
     supervised = SupervisedModel(net(width=8), nn.MSELoss())
     model: Any = wrap_model(None, supervised, mesh=mesh, prepare=split)
-    before = [whole(one) for one in model.parameters()]
+    before = [whole(param) for param in model.parameters()]
     optimizer = OptimWrapper(
         PostLocalSGD(model.parameters(), "SGD", lr=0.0, period=2, process_group=model.data_group)
     )
     for seed in range(2):
         optimizer.update_params(model(data(seed), mode="tensor").pow(2).mean())
-    after = [whole(one) for one in model.parameters()]
+    after = [whole(param) for param in model.parameters()]
     assert max((a - b).abs().max().item() for a, b in zip(after, before, strict=True)) <= 1e-15
 
 
@@ -193,10 +195,10 @@ def test_gathered_parameters_are_refused() -> None:
             OptimWrapper(build(parameters, lr=0.1))
     reshard(model)
     optimizer = OptimWrapper(torch.optim.SGD(model.module.net[0].parameters(), lr=0.1))
-    before = [whole(one) for one in model.module.net[0].parameters()]
+    before = [whole(param) for param in model.module.net[0].parameters()]
     optimizer.update_params(loss)
     pairs = zip(before, model.module.net[0].parameters(), strict=True)
-    assert [not torch.equal(one, whole(other)) for one, other in pairs] == [True, True]
+    assert [not torch.equal(value, whole(other)) for value, other in pairs] == [True, True]
 
 
 def _fused(cls: Any, *parameters: Any, **kwargs: Any) -> Any:
@@ -242,9 +244,9 @@ def test_groups_are_not_changed() -> None:
 
 def test_fused_steps_equal_plain_ones() -> None:
     fused, plain = classifier(), classifier()
-    first = OptimWrapper(build_optimizer(torch.optim.AdamW, fused.parameters(), lr=0.01))
+    fused_wrapper = OptimWrapper(build_optimizer(torch.optim.AdamW, fused.parameters(), lr=0.01))
     second = OptimWrapper(torch.optim.AdamW(plain.parameters(), lr=0.01))
     for batch in batches(5):
-        fused.train_step(batch, first)
+        fused.train_step(batch, fused_wrapper)
         plain.train_step(batch, second)
     assert torch.allclose(flat(fused), flat(plain), rtol=0, atol=1e-6)

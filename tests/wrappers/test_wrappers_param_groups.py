@@ -78,9 +78,11 @@ class Net(nn.Module):
 def options(groups: list[dict[str, Any]], model: nn.Module) -> dict[str, tuple[float, float]]:
     """Return learning rate and weight decay by parameter name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = {names[id(p)]: (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
-    assert len(found) == sum(len(group["params"]) for group in groups) == len(names)
-    return found
+    options_by_name = {
+        names[id(p)]: (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]
+    }
+    assert len(options_by_name) == sum(len(group["params"]) for group in groups) == len(names)
+    return options_by_name
 
 
 def test_kinds_of_parameters_have_the_documented_options() -> None:
@@ -163,10 +165,10 @@ def test_training_equals_groups_written_by_hand(cls: type[AdamW | SGD]) -> None:
         {"params": [hand[2].weight], "lr": 0.001, "maximize": True},
     ]
     settings = {"lr": 0.01, "weight_decay": 0.1}
-    for left, right in zip(
+    for actual, expected in zip(
         train(ours, groups, cls, **settings), train(hand, by_hand, cls, **settings), strict=True
     ):
-        assert torch.equal(left, right)
+        assert torch.equal(actual, expected)
 
 
 def test_defaults_come_from_the_optimizer() -> None:
@@ -247,16 +249,16 @@ class Encoder(nn.Module):
 
 def rates_of(model: nn.Module, **paramwise: Any) -> dict[str, float]:
     groups = grouped(model, **paramwise)
-    by_id = {id(one): group["lr"] for group in groups for one in group["params"]}
-    return {name: by_id[id(one)] for name, one in model.named_parameters()}
+    by_id = {id(param): group["lr"] for group in groups for param in group["params"]}
+    return {name: by_id[id(param)] for name, param in model.named_parameters()}
 
 
 def test_the_learning_rate_decays_by_layer() -> None:
     rates = rates_of(Encoder(), layer_decay=0.5, layers=["blocks.*"])
     for name, rate in rates.items():
-        parts = name.split(".")
-        above = 11 - int(parts[1]) if parts[0] == "blocks" else 0
-        above = 12 if parts[0] in ("token", "embed") else above
+        components = name.split(".")
+        above = 11 - int(components[1]) if components[0] == "blocks" else 0
+        above = 12 if components[0] in ("token", "embed") else above
         assert rate == 0.5**above, name
 
     # Layers that are listed one by one; the last one has the full rate.
@@ -273,11 +275,11 @@ def test_other_options_are_combined_with_the_decay_by_layer() -> None:
     keys = {"blocks.10.*": {"lr_mult": 3.0}, "blocks.9.*": {"lr": 7.0}}
     options = {"layer_decay": 0.5, "layers": ["blocks.*"], "norm_decay_mult": 0.0}
     groups = grouped(model, **options, bias_lr_mult=3.0, custom_keys=keys)
-    named = {id(one): name for name, one in model.named_parameters()}
+    named = {id(param): name for name, param in model.named_parameters()}
     settings = {
-        named[id(one)]: (group["lr"], group["weight_decay"], group["name"])
+        named[id(param)]: (group["lr"], group["weight_decay"], group["name"])
         for group in groups
-        for one in group["params"]
+        for param in group["params"]
     }
     assert settings["blocks.10.0.bias"] == (1.5, 0.5, "blocks.10 blocks.10.*")
     assert settings["blocks.9.0.weight"] == (7.0, 0.5, "blocks.9 blocks.9.*")
@@ -324,7 +326,7 @@ def test_parameters_are_shared_out_by_child_path_and_pattern() -> None:
     shares = divide_parameters(
         SingleDevice(TwoNets()), {"gen": None, "disc": ["net.d*", "net.aux"]}
     )
-    assert {name: [one.name for one in share] for name, share in shares.items()} == {
+    assert {name: [param.name for param in share] for name, share in shares.items()} == {
         "gen": ["gen.weight", "gen.bias"],
         "disc": ["net.disc.weight", "net.disc.bias", "net.aux.weight", "net.aux.bias"],
     }
@@ -365,7 +367,7 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
 def test_names_are_from_the_users_model(kind: str) -> None:
     model = SupervisedModel(small_net(), nn.MSELoss())
     names = [name for name, _ in model.named_parameters()]
-    assert [one.name for one in named_parameters(wrapped(kind, copy.deepcopy(model)))] == names
+    assert [param.name for param in named_parameters(wrapped(kind, copy.deepcopy(model)))] == names
 
 
 GROUPS = [
@@ -428,19 +430,19 @@ def test_groups_of_an_optimizer_that_shards_its_state() -> None:
         model = small_net()
         groups = param_groups(model, paramwise=PARAMWISE, optimizer=AdamW, **SETTINGS)
         optimizer = build_optimizer(cls, groups, **SETTINGS, **more)
-        results.append(train(model, groups, lambda _, made=optimizer: made))
+        results.append(train(model, groups, lambda _, built=optimizer: built))
     assert max((a - b).abs().max().item() for a, b in zip(*results, strict=True)) <= 1e-14
 
 
 @pytest.mark.parametrize("cls", [AdamW, SGD])
 @on_ranks(2)
 def test_sharded_training_equals_whole(cls: Any) -> None:
-    whole, sharded = small_net(), small_net()
+    plain, sharded = small_net(), small_net()
     fully_shard(sharded)
     results = []
-    for model in (whole, sharded):
+    for model in (plain, sharded):
         groups = param_groups(model, paramwise=PARAMWISE, optimizer=cls, **SETTINGS)
         optimizer = build_optimizer(cls, groups, **SETTINGS)
-        results.append(train(model, groups, lambda _, made=optimizer: made))
+        results.append(train(model, groups, lambda _, built=optimizer: built))
     pairs = zip(*results, strict=True)
     assert max((a - b.full_tensor()).abs().max().item() for a, b in pairs) <= 1e-14

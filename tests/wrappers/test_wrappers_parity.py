@@ -34,9 +34,13 @@ ROWS = [
     ("separate", 2),
 ]
 QUICK = {("single", 1), ("ddp", 2)}
-CASES = [row for one in ROWS for row in ([one] if one in QUICK else slow(one))]
+CASES = [row for row_kind in ROWS for row in ([row_kind] if row_kind in QUICK else slow(row_kind))]
 # Quick tests of test_wrappers_optimizer_fit.py also compare fsdp with plain PyTorch.
-LOADS = [row for one in ROWS for row in ([one] if one in {*QUICK, ("fsdp", 2)} else slow(one))]
+LOADS = [
+    row
+    for row_kind in ROWS
+    for row in ([row_kind] if row_kind in {*QUICK, ("fsdp", 2)} else slow(row_kind))
+]
 RECIPES = [
     Recipe(model, *how, steps=STEPS)
     for model in ("transformer", "cnn")
@@ -64,7 +68,7 @@ RECIPES += [
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("parity") / "references.pt"
-    write_references(path, [one for kind, _ in ROWS for one in recipes_of(kind)])
+    write_references(path, [recipe for kind, _ in ROWS for recipe in recipes_of(kind)])
     return path
 
 
@@ -76,7 +80,7 @@ def saved() -> dict[str, list[Outcome]]:
 
 def recipes_of(kind: str) -> list[Recipe]:
     separate = KINDS[kind].wrapper == "separate"
-    return [replace(one, separate=separate) for one in RECIPES]
+    return [replace(recipe, separate=separate) for recipe in RECIPES]
 
 
 @pytest.mark.parametrize(("kind", "world"), CASES)
@@ -90,20 +94,20 @@ def test_training_equals_plain_pytorch(
     checkpoints = tmp_path_factory.mktemp("checkpoints")
     cells = run_row(kind, world, recipes_of(kind), references, checkpoints, timeout_s=120)
     saved[f"{kind} {world}"] = cells
-    far = [f"{one.recipe}: {one.parameters:.1e}, loss {one.losses:.1e}" for one in cells]
-    assert [text for text, one in zip(far, cells, strict=True) if not one.is_within] == []
+    far = [f"{cell.recipe}: {cell.parameters:.1e}, loss {cell.losses:.1e}" for cell in cells]
+    assert [text for text, cell in zip(far, cells, strict=True) if not cell.is_within] == []
 
 
 @pytest.mark.parametrize(("kind", "world"), LOADS)
 def test_every_checkpoint_loads_under_every_wrapper(
     kind: str, world: int, saved: dict[str, list[Outcome]]
 ) -> None:
-    sources = [one for cells in saved.values() for one in cells if one.recipe.optimizer == "SGD"]
+    sources = [cell for cells in saved.values() for cell in cells if cell.recipe.optimizer == "SGD"]
     if not sources:
         pytest.skip("no checkpoints: run the whole file")
     loads = load_all(kind, world, sources, timeout_s=120)
-    far = [f"{one.source.kind} {one.source.recipe}: {one.difference:.1e}" for one in loads]
-    assert [text for text, one in zip(far, loads, strict=True) if not one.is_within] == []
+    far = [f"{load.source.kind} {load.source.recipe}: {load.difference:.1e}" for load in loads]
+    assert [text for text, load in zip(far, loads, strict=True) if not load.is_within] == []
 
 
 def test_bounds_detect_other_training(references: Path, tmp_path: Path) -> None:

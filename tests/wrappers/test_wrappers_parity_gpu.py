@@ -45,19 +45,19 @@ def _group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("parity") / "references.pt"
-    write_references(path, [one for kind in ROWS for one in recipes_of(kind)], "cuda")
+    write_references(path, [recipe for kind in ROWS for recipe in recipes_of(kind)], "cuda")
     return path
 
 
 def recipes_of(kind: str) -> list[Recipe]:
     separate = KINDS[kind].wrapper == "separate"
-    return [replace(one, separate=separate) for one in RECIPES]
+    return [replace(recipe, separate=separate) for recipe in RECIPES]
 
 
 def far(cells: list[Outcome]) -> list[str]:
-    for one in cells:
-        print(f"{one.kind} {one.recipe}: {one.parameters:.1e}, loss {one.losses:.1e}")
-    return [f"{one.recipe}: {one.losses:.1e}" for one in cells if not one.is_within]
+    for cell in cells:
+        print(f"{cell.kind} {cell.recipe}: {cell.parameters:.1e}, loss {cell.losses:.1e}")
+    return [f"{cell.recipe}: {cell.losses:.1e}" for cell in cells if not cell.is_within]
 
 
 @pytest.mark.parametrize("kind", ROWS)
@@ -76,5 +76,5 @@ def test_training_equals_plain_pytorch(kind: str, references: Path, tmp_path: Pa
 @pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
 @pytest.mark.parametrize("offload", [True, {"pin_memory": False}])
 def test_parameters_on_the_host(kind: str, offload: Any, references: Path) -> None:
-    recipes = [one for one in recipes_of(kind) if not one.is_half]
+    recipes = [recipe for recipe in recipes_of(kind) if not recipe.is_half]
     assert far(run_cells(kind, recipes, references, device="cuda", cpu_offload=offload)) == []

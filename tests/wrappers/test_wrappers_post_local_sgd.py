@@ -60,8 +60,8 @@ def test_zero_equals_the_plain_optimizer(
     name = inner.get("_ref_") if isinstance(inner, dict) else inner
     plain = OPTIMIZERS.resolve(name) if isinstance(name, str) else name
     sharded = {"optimizer_class": inner, **options}
-    found = _train((ZeroRedundancyOptimizer, sharded), accumulate)
-    assert_near(found, _train((plain, options), accumulate), 1e-12)
+    weights = _train((ZeroRedundancyOptimizer, sharded), accumulate)
+    assert_near(weights, _train((plain, options), accumulate), 1e-12)
 
 
 @on_ranks(2)
@@ -108,7 +108,7 @@ def test_post_local_sgd_is_an_optimizer() -> None:
     net = mlp()
     optimizer = PostLocalSGD(net.parameters(), torch.optim.SGD, period=2, lr=0.1)
     calls: list[Optimizer] = []
-    optimizer.register_step_pre_hook(lambda one, *rest: calls.append(one))
+    optimizer.register_step_pre_hook(lambda stepped, *arguments: calls.append(stepped))
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -116,11 +116,11 @@ def test_post_local_sgd_is_an_optimizer() -> None:
         loss.backward()
         return loss
 
-    first, second = optimizer.step(closure), optimizer.step(closure)
+    loss_1, second = optimizer.step(closure), optimizer.step(closure)
     again = pickle.loads(pickle.dumps(optimizer.state_dict()))
     other = PostLocalSGD(mlp().parameters(), "SGD", period=2, lr=0.5)
     other.load_state_dict(again)
-    assert second < first
+    assert second < loss_1
     assert len(calls) == 2
     assert optimizer.defaults["lr"] == other.param_groups[0]["lr"] == 0.1
     assert other.averager.step == 2

@@ -149,7 +149,7 @@ def test_checkpointed_blocks_with_synchronised_batchnorm() -> None:
     nn.functional.cross_entropy(plain(x.double()), y).backward()
     nn.functional.cross_entropy(model(x.double()[half]), y[half]).backward()
     pairs = zip(net.parameters(), plain.parameters(), strict=True)
-    assert max((one.grad - other.grad).abs().max().item() for one, other in pairs) <= 1e-12
+    assert max((param.grad - other.grad).abs().max().item() for param, other in pairs) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_not_compiled() -> None:
 def test_freezing() -> None:
     net = seeded()
     names = freeze_parameters(net, ["blocks.0", "*.norm.bias", "head.weight"])
-    frozen = {name for name, one in net.named_parameters() if not one.requires_grad}
+    frozen = {name for name, param in net.named_parameters() if not param.requires_grad}
     inside = {f"blocks.0.{name}" for name, _ in net.blocks[0].named_parameters()}
     assert frozen == set(names) == {*inside, "blocks.1.norm.bias", "head.weight"}
     with pytest.raises(ValueError, match=r"'block.0'; did you mean blocks.0"):
@@ -200,9 +200,9 @@ def test_freezing() -> None:
 
 def test_a_row_split_table_is_not_compiled() -> None:
     net = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
-    wanted = Preparation(tensor_parallel={"0": "rowwise"}, compile=True)
+    preparation = Preparation(tensor_parallel={"0": "rowwise"}, compile=True)
     with pytest.raises(ValueError, match="torch cannot compile the embedding '0'"):
-        prepare_model(net, wanted, build_mesh({"tensor": 1}))
+        prepare_model(net, preparation, build_mesh({"tensor": 1}))
 
 
 def test_auto_checks_the_tables_of_all() -> None:
@@ -242,9 +242,9 @@ def _choose_by_memory() -> tuple[str, list[str]]:
 
 def test_auto_divides_the_free_memory_of_a_machine_among_its_ranks() -> None:
     free = free_memory("cpu") / 2**30
-    first, second = run_ranks(_choose_by_memory, 2)
-    assert first[0] == second[0] == "StepDistributedDataParallel"
-    (text,), none = first[1], second[1]
+    rank_0, second = run_ranks(_choose_by_memory, 2)
+    assert rank_0[0] == second[0] == "StepDistributedDataParallel"
+    (text,), none = rank_0[1], second[1]
     assert none == []
     (limit,) = re.findall(r"each of 2 data ranks has (\S+) GiB \(70% of the free memory\)", text)
     # Other processes use memory in the meantime, but not half of it.

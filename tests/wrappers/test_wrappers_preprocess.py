@@ -58,7 +58,7 @@ class _Sums(DataPreprocessor):
     """A preprocessor that moves batches itself, like the example in mmengine's documentation."""
 
     def cast_data(self, data: Any) -> Any:
-        return [one.sum() for one in super().cast_data(data)]
+        return [tensor.sum() for tensor in super().cast_data(data)]
 
 
 def test_cast_data_moves_and_may_be_overridden() -> None:
@@ -71,9 +71,9 @@ def test_cast_data_moves_and_may_be_overridden() -> None:
 
 
 def test_non_blocking_is_passed_to_to() -> None:
-    for given, options in ((None, {}), (False, {}), (True, {"non_blocking": True})):
+    for setting, options in ((None, {}), (False, {}), (True, {"non_blocking": True})):
         movable = _Movable()
-        preprocess = _on_meta(non_blocking=given)
+        preprocess = _on_meta(non_blocking=setting)
         moved = preprocess({"a": [movable, torch.ones(1)]})
         assert movable.asked == [("meta", options)]
         assert moved["a"][1].is_meta
@@ -91,8 +91,8 @@ def _doubled(module: nn.Module, args: Any, *_: Any) -> Any:
     """Double the first entry of the batch that a hook gets."""
     if not isinstance(module, DataPreprocessor):
         return None
-    (batch, *rest) = args
-    return ([batch[0] * 2, batch[1]], *rest)
+    (batch, *options) = args
+    return ([batch[0] * 2, batch[1]], *options)
 
 
 @pytest.mark.parametrize("kind", ["pre", "forward", "global pre"])

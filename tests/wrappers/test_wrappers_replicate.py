@@ -70,21 +70,21 @@ def test_contexts() -> None:
     calls: Calls = []
     model = parallel(nested(calls), 3)
     model(torch.zeros(3, 2))
-    first = [ctx for _, _, ctx in calls]
-    assert first[0] is first[2] is first[4]
-    assert first[1] is first[3] is first[5]
-    assert first[0] is not first[1]
-    assert [ctx.layer for ctx in first[:2]] == ["", "inner.1.0"]
-    assert first[0].num_copies == 3
-    assert first[0].session is first[1].session
+    contexts = [ctx for _, _, ctx in calls]
+    assert contexts[0] is contexts[2] is contexts[4]
+    assert contexts[1] is contexts[3] is contexts[5]
+    assert contexts[0] is not contexts[1]
+    assert [ctx.layer for ctx in contexts[:2]] == ["", "inner.1.0"]
+    assert contexts[0].num_copies == 3
+    assert contexts[0].session is contexts[1].session
     calls.clear()
     model(torch.zeros(2, 2))
     assert len(calls) == 4
     assert calls[0][2].num_copies == 2
-    assert calls[0][2] is not first[0]
-    assert calls[0][2].session is not first[0].session
+    assert calls[0][2] is not contexts[0]
+    assert calls[0][2].session is not contexts[0].session
     with pytest.raises(AttributeError, match=r"layer 'inner\.1\.0' has no attribute 'total'"):
-        _ = first[1].total
+        _ = contexts[1].total
 
 
 def test_copies_that_differ_are_refused() -> None:
@@ -178,7 +178,7 @@ def test_gradients(
     module = kind().to(dtype)
     inputs = torch.randn(size, 6, dtype=dtype, requires_grad=True)
     cotangent = torch.randn(size, 6, dtype=dtype)
-    trained = [one for one in module.parameters() if one.requires_grad]
+    trained = [param for param in module.parameters() if param.requires_grad]
     reference = _grads(kind, module, inputs, cotangent)
     outputs = parallel(module, copies)(inputs)
     grads = torch.autograd.grad(outputs, [inputs, *trained], cotangent)
@@ -196,7 +196,7 @@ def _grads(
     exact = kind().double()
     exact.load_state_dict(module.state_dict())
     again = inputs.detach().double().requires_grad_()
-    trained = [one for one in exact.parameters() if one.requires_grad]
+    trained = [param for param in exact.parameters() if param.requires_grad]
     outputs = exact(again)
     return [outputs, *torch.autograd.grad(outputs, [again, *trained], cotangent.double())]
 
@@ -220,18 +220,21 @@ def test_gradients_of_a_linear_layer() -> None:
 
 def test_copies_share_the_parameters() -> None:
     """The hooks of a parameter are called once, with the summed gradient."""
-    seen: list[Tensor] = []
+    gradients: list[Tensor] = []
     layer = nn.Linear(3, 2)
-    layer.weight.register_hook(seen.append)
+    layer.weight.register_hook(gradients.append)
     copies = parallel(layer).replicate(layer, ["cpu", "cpu"])
-    assert [one.weight is layer.weight for one in copies] == [True, True]
-    assert [list(one.parameters()) == list(layer.parameters()) for one in copies] == [True, True]
+    assert [replica.weight is layer.weight for replica in copies] == [True, True]
+    assert [list(replica.parameters()) == list(layer.parameters()) for replica in copies] == [
+        True,
+        True,
+    ]
     del copies[1].weight
     copies[0].bias = None
     assert isinstance(layer.weight, nn.Parameter)
     assert isinstance(layer.bias, nn.Parameter)
     parallel(layer)(torch.ones(4, 3)).sum().backward()
-    assert [one.tolist() for one in seen] == [[[4.0] * 3] * 2]
+    assert [gradient.tolist() for gradient in gradients] == [[[4.0] * 3] * 2]
 
 
 def test_the_structure_may_change() -> None:
@@ -291,21 +294,21 @@ def test_buffers_of_copy_0_are_the_masters() -> None:
 
 
 def test_flags_hooks_and_grad_mode() -> None:
-    seen: list[tuple[bool, bool]] = []
+    modes: list[tuple[bool, bool]] = []
 
     def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        seen.append((module.training, output.requires_grad))
+        modes.append((module.training, output.requires_grad))
 
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).eval())
     for layer in module:
         layer.register_forward_hook(hook)
     model = parallel(module)
     assert model(torch.zeros(2, 2)).requires_grad
-    assert sorted(seen) == [(False, True)] * 2 + [(True, True)] * 2
-    seen.clear()
+    assert sorted(modes) == [(False, True)] * 2 + [(True, True)] * 2
+    modes.clear()
     with torch.no_grad():
         assert not model.eval()(torch.zeros(2, 2)).requires_grad
-    assert seen == [(False, False)] * 4
+    assert modes == [(False, False)] * 4
     with torch.inference_mode():
         assert model(torch.zeros(2, 2)).is_inference()
 
@@ -327,8 +330,8 @@ def test_hooks_on_saved_tensors(width: int) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = model(inputs)
     assert sorted(packed) == [(1, width), (2, width), (2, width)]
-    first = "stepwrap copy 0" if width > 2 else threading.current_thread().name
-    assert sorted(names) == sorted([first, "stepwrap copy 1", "stepwrap copy 2"])
+    caller = "stepwrap copy 0" if width > 2 else threading.current_thread().name
+    assert sorted(names) == sorted([caller, "stepwrap copy 1", "stepwrap copy 2"])
     outputs.sum().backward()
     assert torch.allclose(layer.weight.grad, inputs.sum(0).expand(width, -1), rtol=0, atol=1e-5)
     names.clear()
@@ -363,16 +366,16 @@ def test_copies_take_as_many_threads_as_the_caller_has_set() -> None:
     if not library.exists():
         pytest.skip(f"this torch has no {library.name}")
     openmp = ctypes.CDLL(str(library))
-    seen = []
+    counts = []
     layer = nn.Linear(64, 64)
-    layer.register_forward_pre_hook(lambda *_: seen.append(openmp.omp_get_max_threads()))
+    layer.register_forward_pre_hook(lambda *_: counts.append(openmp.omp_get_max_threads()))
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
         parallel(layer)(torch.zeros(2, 64))
     finally:
         torch.set_num_threads(before)
-    assert seen == [before + 1] * 2
+    assert counts == [before + 1] * 2
 
 
 def test_compiled_parts_are_refused() -> None:
@@ -391,7 +394,7 @@ class Mine(DataParallel[nn.Module]):
         return super().forward(*inputs, **kwargs) + 1
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        return super().scatter(tuple(one * 2 for one in inputs), kwargs, device_ids)
+        return super().scatter(tuple(tensor * 2 for tensor in inputs), kwargs, device_ids)
 
 
 class Own(Mine):
@@ -422,15 +425,15 @@ def test_patching(kind: Any, expected: float) -> None:
         patch_replication_callback(model)
     assert isinstance(model, kind)
     assert isinstance(model, ReplicationCallbackDataParallel)
-    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        patch_replication_callback(one)
-        one.module.log.clear()
-        assert one(torch.full((3,), 3.0)).tolist() == [expected] * 3
-        assert one.module.log == [0]
-        one.device_ids = ["cpu"] * 2
-        assert one(torch.full((3,), 3.0)).tolist() == [expected] * 3
-        assert one.module.log == [0, 0, 1]
-        assert type(one) is type(model)
+    for patched in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        patch_replication_callback(patched)
+        patched.module.log.clear()
+        assert patched(torch.full((3,), 3.0)).tolist() == [expected] * 3
+        assert patched.module.log == [0]
+        patched.device_ids = ["cpu"] * 2
+        assert patched(torch.full((3,), 3.0)).tolist() == [expected] * 3
+        assert patched.module.log == [0, 0, 1]
+        assert type(patched) is type(model)
 
 
 def test_patching_another_module_is_refused() -> None:

@@ -81,13 +81,13 @@ def _follow(plan: Plan, wrapped: nn.Module, batch: Tensor) -> tuple[Tensor, Tens
     wrapped.zero_grad()
     output = wrapped(batch)
     output.square().mean().backward()
-    gradients = [one.grad for one in wrapped.parameters() if one.grad is not None]
-    return output.detach(), torch.cat([one.flatten() for one in gradients])
+    gradients = [param.grad for param in wrapped.parameters() if param.grad is not None]
+    return output.detach(), torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def _soak() -> dict[tuple[str, int], int]:
     """Return how often each fault occurred with each number of chunks."""
-    chance, seen = random.Random(0), {}
+    chance, plan_counts = random.Random(0), {}
     torch.manual_seed(0)
     plan = Plan()
     model = nn.Sequential(*(Block(index, plan) for index in range(3)))
@@ -106,7 +106,7 @@ def _soak() -> dict[tuple[str, int], int]:
         # With one copy an extra or missing call is allowed; the reference makes the same calls.
         reference = revert_sync_batchnorm(copy.deepcopy(model))
         expected = _expected(plan, num_copies)
-        seen[plan.kind, num_copies] = seen.get((plan.kind, num_copies), 0) + 1
+        plan_counts[plan.kind, num_copies] = plan_counts.get((plan.kind, num_copies), 0) + 1
         if expected is None:
             got = _follow(plan, wrapper, batch)
             for mine, other in zip(got, _follow(plan, reference, batch), strict=True):
@@ -118,14 +118,14 @@ def _soak() -> dict[tuple[str, int], int]:
                 assert caught.value.args == (plan.copy_id,)
             else:
                 assert f"{plan.layer}.norm" in str(caught.value)
-    return seen
+    return plan_counts
 
 
 @pytest.mark.slow
 def test_soak() -> None:
     """Copies fail, skip layers and call them too often; callbacks raise; chunks vary."""
     before = set(threading.enumerate())
-    seen = run_in_thread(_soak, limit_s=100)
-    assert sum(seen.values()) == FORWARDS
-    assert set(seen) == {(kind, copies) for kind in KINDS for copies in (1, 2, 3, 4)}
+    plan_counts = run_in_thread(_soak, limit_s=100)
+    assert sum(plan_counts.values()) == FORWARDS
+    assert set(plan_counts) == {(kind, copies) for kind in KINDS for copies in (1, 2, 3, 4)}
     assert set(threading.enumerate()) == before

@@ -54,12 +54,12 @@ def _train(wrapper: Any, batches: list[Any]) -> tuple[dict[str, Tensor], list[fl
     return {key: value.clone() for key, value in wrapper.module.state_dict().items()}, losses
 
 
-def _largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    assert list(left) == list(right)
+def _largest_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert list(actual) == list(expected)
     return max(
-        ((left[key] - right[key]).abs().max() / right[key].abs().max().clamp(min=1)).item()
-        for key in left
-        if left[key].is_floating_point()
+        ((actual[key] - expected[key]).abs().max() / expected[key].abs().max().clamp(min=1)).item()
+        for key in actual
+        if actual[key].is_floating_point()
     )
 
 

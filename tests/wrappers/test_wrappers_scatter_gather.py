@@ -34,9 +34,9 @@ def test_chunks_equal_torchs(size: int, copies: int) -> None:
     batch = torch.arange(size * 2).view(size, 2)
     joined = model(batch)["inputs"][0]
     assert torch.equal(joined, batch)
-    seen = sorted((inputs[0] for inputs, _ in model.module.seen), key=lambda one: one.sum())
-    expected = sorted(batch.chunk(copies), key=lambda one: one.sum())
-    assert [one.tolist() for one in seen] == [one.tolist() for one in expected]
+    chunks = sorted((inputs[0] for inputs, _ in model.module.seen), key=lambda chunk: chunk.sum())
+    expected = sorted(batch.chunk(copies), key=lambda chunk: chunk.sum())
+    assert [chunk.tolist() for chunk in chunks] == [chunk.tolist() for chunk in expected]
 
 
 def test_nested_inputs() -> None:
@@ -46,11 +46,11 @@ def test_nested_inputs() -> None:
     nested = [torch.arange(4), Pair(torch.arange(8).view(4, 2), (torch.arange(4), "text"))]
     ordered = OrderedDict(b=torch.arange(4), a=None)
     joined = model(nested, marker, counts, ordered=ordered, scale=torch.tensor(3.0), flag=[])
-    (first, second, third), kwargs = joined["inputs"], joined["kwargs"]
-    assert torch.equal(first[0], torch.arange(4))
-    assert isinstance(first[1], Pair)
-    assert torch.equal(first[1].left, nested[1].left)
-    assert first[1].right[1] == ["text", "text"]
+    (nested_inputs, second, third), kwargs = joined["inputs"], joined["kwargs"]
+    assert torch.equal(nested_inputs[0], torch.arange(4))
+    assert isinstance(nested_inputs[1], Pair)
+    assert torch.equal(nested_inputs[1].left, nested[1].left)
+    assert nested_inputs[1].right[1] == ["text", "text"]
     assert second == [marker, marker]
     assert isinstance(third, defaultdict)
     assert third.default_factory is list

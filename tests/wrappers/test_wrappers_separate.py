@@ -43,8 +43,8 @@ def gan_alone(accumulate: int) -> Tensor:
         judged = model.discriminator(model.features(fake)).mean()
         loss = judged - model.discriminator(model.features(real)).tanh().mean()
         (loss / accumulate).backward()
-        last = (index + 1) % accumulate == 0
-        if last:
+        is_end = (index + 1) % accumulate == 0
+        if is_end:
             nn.utils.clip_grad_norm_(model.discriminator.parameters(), 0.3)
             descent.step()
             descent.zero_grad()
@@ -52,7 +52,7 @@ def gan_alone(accumulate: int) -> Tensor:
         fooled = -model.discriminator(model.features(model.generator(noise))).mean()
         (fooled / accumulate).backward()
         model.discriminator.requires_grad_(True)
-        if last:
+        if is_end:
             adam.step()
             adam.zero_grad()
     return flat(model)
@@ -156,9 +156,9 @@ def test_two_optimizers_may_share_a_backward() -> None:
 def test_a_model_without_a_training_step() -> None:
     by_rank = [batches(4, dtype=torch.float64, seed=rank) for rank in range(2)]
     wrapper = SeparateDistributedDataParallel(classifier(torch.float64, seed=dist.get_rank()))
-    own = by_rank[dist.get_rank()]
-    train(wrapper, own, sgd(wrapper, momentum=0.9, accumulative_counts=2))
-    assert set(wrapper.val_step(own[-1])) == {"preds", "target", "loss", "num_samples"}
+    rank_batches = by_rank[dist.get_rank()]
+    train(wrapper, rank_batches, sgd(wrapper, momentum=0.9, accumulative_counts=2))
+    assert set(wrapper.val_step(rank_batches[-1])) == {"preds", "target", "loss", "num_samples"}
     net = mlp(torch.float64)
     train_plainly(net, of_all_ranks(by_rank, 2), momentum=0.9)
     assert_near(flat(wrapper), flat(net), 1e-12)
@@ -201,7 +201,9 @@ def test_names_and_kinds_of_children() -> None:
     weights = copy.deepcopy(model.state_dict())
     wrapper = SeparateDistributedDataParallel(model)
     children = dict(model.named_children())
-    averaged = [n for n, one in children.items() if isinstance(one, StepDistributedDataParallel)]
+    averaged = [
+        n for n, child in children.items() if isinstance(child, StepDistributedDataParallel)
+    ]
     assert averaged == ["generator", "discriminator"]
     assert {"data_preprocessor", "features", "activation"} < set(children)
     assert wrapper.module is model
@@ -299,10 +301,12 @@ class Versioned(nn.Linear):
 
     _version = 2
 
-    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+    def _load_from_state_dict(
+        self, state: Any, prefix: str, metadata: Any, *load_args: Any
+    ) -> None:
         if metadata.get("version", 1) < 2:
             state[f"{prefix}bias"] = state[f"{prefix}bias"] + 1
-        super()._load_from_state_dict(state, prefix, metadata, *rest)
+        super()._load_from_state_dict(state, prefix, metadata, *load_args)
 
 
 @on_ranks(2)
@@ -332,13 +336,13 @@ def test_without_a_group() -> None:
 @on_ranks(4)
 def test_a_group_of_ranks(kind: Any) -> None:
     """Ranks 0 and 2 train as a pair, as do ranks 1 and 3."""
-    pairs = [dist.new_group([first, first + 2]) for first in (0, 1)]
-    own = pairs[dist.get_rank() % 2]
+    pairs = [dist.new_group([rank, rank + 2]) for rank in (0, 1)]
+    group = pairs[dist.get_rank() % 2]
     by_rank = [batches(3, dtype=torch.float64, seed=rank) for rank in range(4)]
-    wrapper = kind(classifier(torch.float64), process_group=own)
+    wrapper = kind(classifier(torch.float64), process_group=group)
     train(wrapper, by_rank[dist.get_rank()], sgd(wrapper, momentum=0.9))
     wrapper.sync_buffers()
-    assert wrapper.data_group is own
+    assert wrapper.data_group is group
     net = mlp(torch.float64)
     train_plainly(net, of_all_ranks(by_rank[dist.get_rank() % 2 :: 2]), momentum=0.9)
     assert_near(flat(wrapper), flat(net), 1e-12)

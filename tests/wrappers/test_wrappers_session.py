@@ -29,7 +29,7 @@ def test_every_copy_gets_its_reply(num_copies: int) -> None:
     def forward(session: ReplicationSession, copy_id: int) -> list[Any]:
         ask = session.rendezvous
         return [
-            ask("a", copy_id, copy_id, lambda messages: [10 * one for one in messages]),
+            ask("a", copy_id, copy_id, lambda messages: [10 * message for message in messages]),
             ask("a", copy_id, 1, total),
             ask("", copy_id, 2, total),
             ask("none", copy_id, None, lambda messages: messages),
@@ -82,7 +82,7 @@ class StrangeError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("error", "seen"),
+    ("error", "expected"),
     [
         (ValueError("bad", 3), ValueError),
         (PickyError("bn", value=2.0), PickyError),
@@ -94,7 +94,9 @@ class StrangeError(Exception):
     ],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
-def test_a_failing_copy_wakes_the_others(error: BaseException, seen: type[BaseException]) -> None:
+def test_a_failing_copy_wakes_the_others(
+    error: BaseException, expected: type[BaseException]
+) -> None:
     def forward(session: ReplicationSession, copy_id: int) -> Any:
         if copy_id == 1:
             time.sleep(0.02)
@@ -104,11 +106,13 @@ def test_a_failing_copy_wakes_the_others(error: BaseException, seen: type[BaseEx
     results = run_copies(ReplicationSession(3, LIMIT_S), forward)
     assert results[1] is error
     for other in (results[0], results[2]):
-        assert type(other) is seen
+        assert type(other) is expected
         assert other is not error
         assert other.__cause__ is error
-        assert str(error) == str(other) or (seen is ReplicationError and str(error) in str(other))
-        assert vars(other) == ({} if seen is ReplicationError else vars(error))
+        assert str(error) == str(other) or (
+            expected is ReplicationError and str(error) in str(other)
+        )
+        assert vars(other) == ({} if expected is ReplicationError else vars(error))
 
 
 def test_the_first_error_is_the_cause_of_all() -> None:
@@ -158,9 +162,9 @@ def test_a_failing_combine() -> None:
 
     session = ReplicationSession(3, LIMIT_S)
     results = run_copies(session, meeting(combine))
-    assert [(type(one), one.value) for one in results] == [(PickyError, 3.0)] * 3
-    (origin,) = [one for one in results if one.__cause__ is None]
-    assert all(one is origin or one.__cause__ is origin for one in results)
+    assert [(type(result), result.value) for result in results] == [(PickyError, 3.0)] * 3
+    (origin,) = [result for result in results if result.__cause__ is None]
+    assert all(result is origin or result.__cause__ is origin for result in results)
     with pytest.raises(PickyError):
         session.rendezvous("other", 0, 1, total)
 
@@ -184,9 +188,9 @@ def test_abort_wakes_all_copies() -> None:
     results = run_threads([*waiting, stop])[:2]
     with pytest.raises(OSError, match="gone") as later:
         session.rendezvous("bn", 2, 0, total)
-    for one in (*results, later.value):
-        assert type(one) is OSError
-        assert one.__cause__ is error
+    for result in (*results, later.value):
+        assert type(result) is OSError
+        assert result.__cause__ is error
 
 
 def test_the_timeout_names_missing_copies() -> None:
@@ -200,7 +204,7 @@ def test_the_timeout_names_missing_copies() -> None:
         assert type(result) is ReplicationError
         assert "copy 3 (still running)" in str(result)
         assert "timeout_s=0.1" in str(result)
-    assert sum(one.__cause__ is None for one in results) == 1
+    assert sum(result.__cause__ is None for result in results) == 1
 
 
 def test_a_slow_combine_is_waited_for() -> None:
@@ -239,7 +243,7 @@ def test_an_interrupt_of_a_waiting_copy() -> None:
         signal.signal(signal.SIGINT, before)
     for thread in threads:
         thread.join(LIMIT_S)
-    assert [type(one) for one in results] == [KeyboardInterrupt]
+    assert [type(result) for result in results] == [KeyboardInterrupt]
     assert results[0].__cause__ is interrupted.value
 
 
@@ -263,7 +267,9 @@ def test_wrong_arguments() -> None:
             call()
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda session: pickle.loads(pickle.dumps(session))]
+)
 def test_copies_of_a_session_are_fresh(duplicate: Callable[[Any], Any]) -> None:
     session = ReplicationSession(2, LIMIT_S)
     session.abort(ValueError("old"))
@@ -318,21 +324,21 @@ def test_soak() -> None:
     """1,000 sessions succeed or fail; none hangs, and no thread remains."""
     chance = random.Random(0)
     before = set(threading.enumerate())
-    seen = set()
+    cases = set()
     for _ in range(1000):
         num_copies = chance.randint(1, 4)
         kind, calls, forward = _soaked(chance, num_copies)
         results = run_copies(ReplicationSession(num_copies, LIMIT_S), forward)
-        seen.add((kind, num_copies))
-        errors = [one for one in results if isinstance(one, BaseException)]
+        cases.add((kind, num_copies))
+        errors = [result for result in results if isinstance(result, BaseException)]
         if kind == "nothing" or (kind in ("skip", "extra") and num_copies == 1):
             assert results == [
-                [num_copies * call for call in range(1, one + 1)] for one in calls
+                [num_copies * call for call in range(1, num_calls + 1)] for num_calls in calls
             ], kind
         elif kind in ("copy", "combine"):
-            assert [type(one) for one in results] == [PlannedError] * num_copies
+            assert [type(result) for result in results] == [PlannedError] * num_copies
         else:
             expected = num_copies - 1 if kind == "skip" else 1
-            assert [type(one) for one in errors] == [ReplicationError] * expected
-    assert len(seen) == 20
+            assert [type(error) for error in errors] == [ReplicationError] * expected
+    assert len(cases) == 20
     assert set(threading.enumerate()) == before

@@ -54,10 +54,10 @@ def _assert_same(model: nn.Module, plain: nn.Module, tolerance: float = 1e-13) -
 def _clipped(kind: str, clip: dict[str, Any]) -> list[float]:
     plain, model = _twins(kind)
     before = [whole(p) for p in model.parameters()]
-    wrappers = [_wrapper(one, "sgd", clip_grad=clip) for one in (plain, model)]
+    wrappers = [_wrapper(net, "sgd", clip_grad=clip) for net in (plain, model)]
     expected, norms = (
-        _steps(one, wrapper, range(4))
-        for one, wrapper in zip((plain, model), wrappers, strict=True)
+        _steps(net, wrapper, range(4))
+        for net, wrapper in zip((plain, model), wrappers, strict=True)
     )
     assert norms == pytest.approx(expected, rel=1e-12)
     _assert_same(model, plain)
@@ -191,8 +191,8 @@ def test_zero_redundancy_takes_and_gives_plain_states() -> None:
     _steps(plain, reference, range(2, 4))
     _steps(model, wrapper, range(2, 4))
     _assert_same(model, plain, 0)
-    held = {id(p) for g in wrapper.optimizer.optim.param_groups for p in g["params"]}
-    assert 0 < len(held) < len(list(model.parameters()))
+    local_ids = {id(p) for g in wrapper.optimizer.optim.param_groups for p in g["params"]}
+    assert 0 < len(local_ids) < len(list(model.parameters()))
     state, expected = wrapper.state_dict(), reference.state_dict()
     assert state["stepwrap.optimizer"] == "AdamW"
     assert len(state["param_groups"]) == len(expected["param_groups"])
@@ -212,13 +212,13 @@ def test_zero_redundancy_reads_the_state_of_its_own_parameters() -> None:
     _steps(plain, reference, range(1))
     state = reference.state_dict()
     in_file = [Readable(values["exp_avg"]) for values in state["state"].values()]
-    for values, one in zip(state["state"].values(), in_file, strict=True):
-        values["exp_avg"] = one
+    for values, tensor in zip(state["state"].values(), in_file, strict=True):
+        values["exp_avg"] = tensor
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
     OptimWrapper(optimizer).load_state_dict(state)
-    own = {id(p) for group in optimizer.optim.param_groups for p in group["params"]}
-    expected = [p.numel() if id(p) in own else 0 for p in model.parameters()]
-    assert [one.read for one in in_file] == expected
+    local_ids = {id(p) for group in optimizer.optim.param_groups for p in group["params"]}
+    expected = [p.numel() if id(p) in local_ids else 0 for p in model.parameters()]
+    assert [saved.read for saved in in_file] == expected
 
 
 @on_ranks(2)
@@ -244,9 +244,9 @@ def test_post_local_sgd_takes_and_gives_plain_states() -> None:
 
 def test_the_implementation_is_not_loaded() -> None:
     """Fused kernels of the saved run may not be available here."""
-    first = OptimWrapper(torch.optim.AdamW(net().parameters(), fused=True))
+    fused = OptimWrapper(torch.optim.AdamW(net().parameters(), fused=True))
     second = OptimWrapper(torch.optim.AdamW(net().parameters(), lr=0.5, foreach=True))
-    second.load_state_dict(first.state_dict())
+    second.load_state_dict(fused.state_dict())
     (group,) = second.optimizer.param_groups
     assert (group["lr"], group["fused"], group["foreach"]) == (1e-3, None, True)
 
@@ -264,8 +264,8 @@ def test_a_group_of_optimizers_is_sharded_if_a_member_is() -> None:
 @on_ranks(2)
 def test_gradients_of_localised_parameters() -> None:
     plain, model = _twins("tensor")
-    for one in (plain, model):
-        one(data()).pow(2).mean().backward()
+    for network in (plain, model):
+        network(data()).pow(2).mean().backward()
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(whole_gradient(mine), other.grad, rtol=1e-12, atol=1e-15)
     assert sum(map(is_sharded, model.parameters())) == 3

@@ -58,14 +58,14 @@ def _made(net: Net, kind: str) -> OptimWrapper:
 @pytest.mark.parametrize("kind", ["sgd", "local"])
 @on_ranks(2)
 def test_gradients_that_differ_are_named(kind: str) -> None:
-    scaled, other, right = _split(scales=True), _split(), _split()
+    scaled, other, exact = _split(scales=True), _split(), _split()
     scale = _step(scaled, _made(scaled, kind), _inputs())
     assert "the gradient of 'scale' must be the same on all ranks" in scale
     batch = _step(other, _made(other, kind), _inputs(dist.get_rank()))
     assert "the gradient of 'enter.weight' must be the same on all ranks of a tensor" in batch
     assert "tensor group (here 0, 1), because" in batch
     assert "these ranks get different batches" in batch
-    assert not _step(right, _made(right, kind), _inputs())
+    assert not _step(exact, _made(exact, kind), _inputs())
 
 
 @on_ranks(4)

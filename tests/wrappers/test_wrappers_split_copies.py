@@ -38,9 +38,11 @@ def _batch(seed: int) -> list[Tensor]:
 
 def _whole(model: nn.Module) -> Tensor:
     """Return all weights as one vector; every rank must call this."""
-    placed: list[Any] = [as_global(one.detach(), one) for one in model.parameters()]
-    wholes = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in placed]
-    return torch.cat([one.flatten() for one in wholes])
+    placed: list[Any] = [as_global(param.detach(), param) for param in model.parameters()]
+    wholes = [
+        tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in placed
+    ]
+    return torch.cat([tensor.flatten() for tensor in wholes])
 
 
 def _expected(steps: int) -> Tensor:
@@ -58,8 +60,8 @@ def _expected(steps: int) -> Tensor:
 def _train(wrapper: Any, steps: int, mesh: Mesh) -> None:
     optim = OptimWrapper(torch.optim.AdamW(wrapper.parameters(), lr=0.01), clip_grad=CLIP)
     for seed in range(steps):
-        parts = [one.chunk(mesh.data_size) for one in _batch(seed)]
-        wrapper.train_step([part[mesh.data_rank] for part in parts], optim)
+        chunks = [tensor.chunk(mesh.data_size) for tensor in _batch(seed)]
+        wrapper.train_step([chunk[mesh.data_rank] for chunk in chunks], optim)
 
 
 @pytest.mark.parametrize(
@@ -69,17 +71,17 @@ def _train(wrapper: Any, steps: int, mesh: Mesh) -> None:
 def test_copies_train_by_themselves(ranks: int, wrapper: Any) -> None:
     mesh = build_mesh({"data": ranks // 2, "tensor": 2})
     prepare = Preparation(tensor_parallel=PLAN)
-    first = wrap_model(wrapper, _model(), mesh=mesh, prepare=prepare)
-    second = copy.deepcopy(copy.deepcopy(first))
-    averaged = AveragedModel(first.module)
-    for one in (first, second, averaged):
-        assert sum(map(is_sharded, one.parameters())) == 3
-    assert second.data_group is first.data_group is mesh.data_group
+    wrapped = wrap_model(wrapper, _model(), mesh=mesh, prepare=prepare)
+    second = copy.deepcopy(copy.deepcopy(wrapped))
+    averaged = AveragedModel(wrapped.module)
+    for net in (wrapped, second, averaged):
+        assert sum(map(is_sharded, net.parameters())) == 3
+    assert second.data_group is wrapped.data_group is mesh.data_group
     _train(second, 4, mesh)
     assert_near(_whole(second.module), _expected(4), 1e-12)
-    assert_near(_whole(first.module), _expected(0), 1e-12)
-    _train(first, 2, mesh)
-    averaged.update_parameters(first.module)
+    assert_near(_whole(wrapped.module), _expected(0), 1e-12)
+    _train(wrapped, 2, mesh)
+    averaged.update_parameters(wrapped.module)
     averaged.eval()
     (inputs, _), plain = _batch(9), _model()
     torch.nn.utils.vector_to_parameters(_expected(2), plain.parameters())

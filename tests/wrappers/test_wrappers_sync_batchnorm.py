@@ -46,9 +46,9 @@ class _Sizes:
         self.sizes = sizes
 
     def __call__(self, inputs: Any, kwargs: Any, devices: Any, dim: int) -> Any:
-        parts = inputs[0].split(self.sizes, dim)
-        return [(part.to(device),) for part, device in zip(parts, devices, strict=True)], [
-            {} for _ in parts
+        chunks = inputs[0].split(self.sizes, dim)
+        return [(chunk.to(device),) for chunk, device in zip(chunks, devices, strict=True)], [
+            {} for _ in chunks
         ]
 
 
@@ -74,14 +74,14 @@ def _halves(kind: str) -> list[int]:
 @pytest.mark.parametrize("replicas", [2, *slow(1, 4)])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_equals_the_full_batch(kind: str, replicas: int, dtype: torch.dtype) -> None:
-    given = case(kind, dtype)
-    expected = reference(given)
+    bn_case = case(kind, dtype)
+    expected = reference(bn_case)
     for sizes in splits(SHAPES[kind][0], replicas).values():
         layer = _layer(kind, dtype)
         assert (
-            largest_error(train(layer, _parallel(layer, sizes), given), expected) <= BOUNDS[dtype]
+            largest_error(train(layer, _parallel(layer, sizes), bn_case), expected) <= BOUNDS[dtype]
         )
-        assert layer.num_batches_tracked == len(given.inputs)
+        assert layer.num_batches_tracked == len(bn_case.inputs)
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,13 @@ def test_equals_the_full_batch(kind: str, replicas: int, dtype: torch.dtype) -> 
     ids=str,
 )
 def test_options(options: dict[str, Any]) -> None:
-    given = case("2d", F64)
+    bn_case = case("2d", F64)
     layer = _layer("2d", F64, **options)
-    got = train(layer, _parallel(layer, _halves("2d")), given)
-    assert largest_error(got, reference(given, **options)) <= 1e-12
+    got = train(layer, _parallel(layer, _halves("2d")), bn_case)
+    assert largest_error(got, reference(bn_case, **options)) <= 1e-12
     plain = PLAIN["2d"](CHANNELS, **options).double()
     plain.load_state_dict(layer.state_dict())
-    x = given.inputs[0]
+    x = bn_case.inputs[0]
     assert torch.equal(layer.eval()(x), plain.eval()(x))
 
 
@@ -117,7 +117,7 @@ def test_clamp_mode(by_function: bool) -> None:
     x = case("1d", F64).inputs[0] * torch.linspace(0.01, 2, CHANNELS, dtype=F64)
     cotangent = case("1d", F64).cotangents[0]
     layer = _layer("1d", F64, eps=0.3, eps_mode=None if by_function else "clamp")
-    weight, bias = (one.detach().clone().requires_grad_() for one in layer.parameters())
+    weight, bias = (param.detach().clone().requires_grad_() for param in layer.parameters())
     expected = torch.autograd.grad(
         _clamped(x.requires_grad_(), weight, bias, 0.3), (x, weight, bias), cotangent
     )
@@ -143,23 +143,23 @@ def test_unknown_modes() -> None:
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_far_from_zero(kind: str) -> None:
-    given = case(kind, F32, mean=1e4)
-    expected = reference(given)
+    bn_case = case(kind, F32, mean=1e4)
+    expected = reference(bn_case)
     layer = _layer(kind)
-    error = largest_error(train(layer, _parallel(layer, _halves(kind)), given), expected)
+    error = largest_error(train(layer, _parallel(layer, _halves(kind)), bn_case), expected)
     plain = with_parameters(PLAIN[kind](CHANNELS))
-    assert error <= 1e-6 < largest_error(train(plain, plain, given), expected)
+    assert error <= 1e-6 < largest_error(train(plain, plain, bn_case), expected)
 
 
 @pytest.mark.parametrize("mean", [1.0, 2.0, 1e3])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_precision(kind: str, mean: float) -> None:
-    given = case(kind, F32, mean=mean)
-    expected = reference(given)
+    bn_case = case(kind, F32, mean=mean)
+    expected = reference(bn_case)
     got = {}
     for options in ({}, {"precision": "fp32"}, {"precision": "fp64"}):
         layer = _layer(kind, **options)
-        got[str(options)] = train(layer, _parallel(layer, _halves(kind)), given)
+        got[str(options)] = train(layer, _parallel(layer, _halves(kind)), bn_case)
     default, fp32, fp64 = got.values()
     assert largest_error(fp64, expected) <= 2e-7
     assert largest_error(fp32, expected) <= 1e-6
@@ -175,21 +175,21 @@ def test_precision_of_large_inputs(precision: Any) -> None:
     layer = SynchronizedBatchNorm2d(3, precision=precision)
     plain = nn.BatchNorm2d(3).double()
     results, cotangent = [], torch.randn_like(x)
-    for module, call, given in ((layer, _parallel(layer, [5, 3]), x), (plain, plain, x.double())):
-        given.requires_grad_()
-        y = call(given)
+    for module, call, inputs in ((layer, _parallel(layer, [5, 3]), x), (plain, plain, x.double())):
+        inputs.requires_grad_()
+        y = call(inputs)
         y.backward(cotangent.to(y.dtype))
-        results.append([y, given.grad, module.weight.grad, module.running_var])
+        results.append([y, inputs.grad, module.weight.grad, module.running_var])
     for got, expected in zip(*results, strict=True):
         assert (got.double() - expected).abs().max() <= 1e-5 * expected.abs().max().clamp(1)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
 def test_halves(dtype: torch.dtype, bound: float) -> None:
-    given = case("2d", dtype, mean=300.0 if dtype is torch.float16 else 0.0)
+    bn_case = case("2d", dtype, mean=300.0 if dtype is torch.float16 else 0.0)
     layer = _layer("2d")
-    got = train(layer, _parallel(layer, _halves("2d")), given)
-    expected = reference(given)
+    got = train(layer, _parallel(layer, _halves("2d")), bn_case)
+    expected = reference(bn_case)
     assert largest_error(got, expected) <= bound
     assert layer.running_var.dtype is layer.weight.grad.dtype is F32
     assert (got["running_var"] - expected["running_var"]).abs().max() <= 1e-5
@@ -199,44 +199,50 @@ def test_halves(dtype: torch.dtype, bound: float) -> None:
 @pytest.mark.parametrize("mean", [0.0, 30.0])
 def test_halves_are_rounded_once(mean: float) -> None:
     """The only error of outputs and input gradients is the final rounding to bfloat16's 8 bits."""
-    given, layer = case("2d", torch.bfloat16, mean=mean), _layer("2d")
-    got, expected = train(layer, _parallel(layer, _halves("2d")), given), reference(given)
+    bn_case, layer = case("2d", torch.bfloat16, mean=mean), _layer("2d")
+    got, expected = train(layer, _parallel(layer, _halves("2d")), bn_case), reference(bn_case)
     for name in ("y", "dx"):
         torch.testing.assert_close(got[name], expected[name], rtol=1.001 * 2**-8, atol=1e-5)
 
 
 def test_autocast() -> None:
-    given = case("2d", F32)
+    bn_case = case("2d", F32)
     model = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), _layer("2d"))
     parallel = _parallel(model, _halves("2d"))
     with torch.autocast("cpu", torch.bfloat16):
-        y = parallel(given.inputs[0])
-        x = model[0](given.inputs[0])
+        y = parallel(bn_case.inputs[0])
+        x = model[0](bn_case.inputs[0])
     assert x.dtype is y.dtype is torch.bfloat16
-    y.backward(given.cotangents[0].bfloat16())
+    y.backward(bn_case.cotangents[0].bfloat16())
     mean, var = x.double().mean((0, 2, 3)), x.double().var((0, 2, 3))
     assert torch.allclose(model[1].running_mean.double(), 0.1 * mean, atol=1e-6)
     assert torch.allclose(model[1].running_var.double(), 0.9 + 0.1 * var, atol=1e-6)
-    assert all(one.grad.dtype is F32 for one in model.parameters())
+    assert all(param.grad.dtype is F32 for param in model.parameters())
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("kind", ["2d", "3d"])
 def test_memory_formats(kind: str, dtype: torch.dtype) -> None:
     bound = BOUNDS[dtype]
-    given = case(kind, dtype)
-    expected = reference(given)
+    bn_case = case(kind, dtype)
+    expected = reference(bn_case)
     layout = torch.channels_last if kind == "2d" else torch.channels_last_3d
-    last = Case(kind, [one.to(memory_format=layout) for one in given.inputs], given.cotangents)
+    channels_last = Case(
+        kind, [tensor.to(memory_format=layout) for tensor in bn_case.inputs], bn_case.cotangents
+    )
     layer = _layer(kind, dtype)
-    assert largest_error(train(layer, _parallel(layer, _halves(kind)), last), expected) <= bound
-    y = _parallel(_layer(kind, dtype), [8])(last.inputs[0])
+    assert (
+        largest_error(train(layer, _parallel(layer, _halves(kind)), channels_last), expected)
+        <= bound
+    )
+    y = _parallel(_layer(kind, dtype), [8])(channels_last.inputs[0])
     assert y.is_contiguous(memory_format=layout)
-    strided = [one.transpose(0, -1).contiguous().transpose(0, -1) for one in given.inputs]
+    strided = [tensor.transpose(0, -1).contiguous().transpose(0, -1) for tensor in bn_case.inputs]
     layer = _layer(kind, dtype)
     call = _parallel(layer, _halves(kind))
     assert (
-        largest_error(train(layer, call, Case(kind, strided, given.cotangents)), expected) <= bound
+        largest_error(train(layer, call, Case(kind, strided, bn_case.cotangents)), expected)
+        <= bound
     )
 
 
@@ -255,19 +261,22 @@ def test_gradcheck(eps_mode: Any) -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_one_process_gives_the_bits_of_torch(training: bool) -> None:
-    given = case("2d", F32)
+    bn_case = case("2d", F32)
     layer, plain = _layer("2d").train(training), with_parameters(nn.BatchNorm2d(CHANNELS))
-    got, expected = train(layer, layer, given), train(plain.train(training), plain, given)
+    got, expected = train(layer, layer, bn_case), train(plain.train(training), plain, bn_case)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     if not training:
-        y = _parallel(layer, [3, 5])(given.inputs[0])
-        assert torch.equal(y, plain(given.inputs[0]))
+        y = _parallel(layer, [3, 5])(bn_case.inputs[0])
+        assert torch.equal(y, plain(bn_case.inputs[0]))
 
 
 def test_order_of_the_chunks() -> None:
-    given = case("2d", F64)
-    back = [one.flip(0) for one in given.inputs], [one.flip(0) for one in given.cotangents]
-    expected = reference(given)
+    bn_case = case("2d", F64)
+    back = (
+        [tensor.flip(0) for tensor in bn_case.inputs],
+        [tensor.flip(0) for tensor in bn_case.cotangents],
+    )
+    expected = reference(bn_case)
     layer = _layer("2d", F64)
     got = train(layer, _parallel(layer, [6, 2]), Case("2d", *back))
     got["y"], got["dx"] = got["y"].flip(1), got["dx"].flip(1)
@@ -289,26 +298,28 @@ def test_shared_layer_and_buffers_in_place() -> None:
     norm = _layer("1d", F64)
     plain = _plain("1d")
     model = nn.Sequential(norm, nn.ReLU(), norm)
-    held = norm.running_mean
+    running_mean = norm.running_mean
     x = case("1d", F64).inputs[0]
     parallel, expected = _parallel(model, [5, 11])(x), plain(plain(x).relu())
     assert_near(parallel, expected, 1e-12)
-    assert held is norm.running_mean
-    assert_near(held, plain.running_mean, 1e-12)
+    assert running_mean is norm.running_mean
+    assert_near(running_mean, plain.running_mean, 1e-12)
     assert norm.num_batches_tracked == 2
 
 
 def test_copies_that_share_their_buffers() -> None:
     """With copies made by other code the shared statistics are updated once."""
     copies = [_layer("1d", F64) for _ in range(3)]
-    for one in copies[1:]:
-        one._buffers.update(copies[0]._buffers)
+    for copied in copies[1:]:
+        copied._buffers.update(copies[0]._buffers)
     exec_data_parallel_replication_callback(copies)
     x = case("1d", F64).inputs[0]
     with ThreadPoolExecutor(len(copies)) as pool:
-        parts = list(pool.map(lambda one, part: one(part), copies, x.split([3, 4, 9])))
+        outputs = list(
+            pool.map(lambda layer_copy, chunk: layer_copy(chunk), copies, x.split([3, 4, 9]))
+        )
     plain = _plain("1d")
-    assert_near(torch.cat(parts), plain(x), 1e-12)
+    assert_near(torch.cat(outputs), plain(x), 1e-12)
     for name, buffer in plain.named_buffers():
         assert_near(copies[0].get_buffer(name), buffer, 1e-12)
 
@@ -400,9 +411,9 @@ def test_copies_of_a_layer_in_use() -> None:
     copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
     copies += [torch.load(file, weights_only=False), copy.deepcopy(second)]
     before = layer.running_mean.clone()
-    for one in copies:
-        assert_near(_parallel(one, [8, 8])(x), expected, 1e-12)
-        assert_near(one(x), expected, 1e-12)
+    for copied in copies:
+        assert_near(_parallel(copied, [8, 8])(x), expected, 1e-12)
+        assert_near(copied(x), expected, 1e-12)
     assert torch.equal(layer.running_mean, before)
     del second
     assert_near(layer(x), expected, 1e-12)
@@ -482,38 +493,40 @@ def test_compiled_models() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def _on_gpu(given: Case) -> Case:
-    inputs, cotangents = ([one.cuda() for one in x] for x in (given.inputs, given.cotangents))
-    return Case(given.kind, inputs, cotangents)
+def _on_gpu(bn_case: Case) -> Case:
+    inputs, cotangents = (
+        [tensor.cuda() for tensor in x] for x in (bn_case.inputs, bn_case.cotangents)
+    )
+    return Case(bn_case.kind, inputs, cotangents)
 
 
-def _results(layer: Any, given: Case) -> dict[str, Tensor]:
-    got = train(layer, ReplicationCallbackDataParallel(layer, [0, 0]), _on_gpu(given))
-    return {name: one.cpu() for name, one in got.items()}
+def _results(layer: Any, bn_case: Case) -> dict[str, Tensor]:
+    got = train(layer, ReplicationCallbackDataParallel(layer, [0, 0]), _on_gpu(bn_case))
+    return {name: tensor.cpu() for name, tensor in got.items()}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_two_replicas_on_one_device(kind: str, dtype: torch.dtype, bound: float) -> None:
-    given = case(kind, dtype)
+    bn_case = case(kind, dtype)
     layer = with_parameters(SYNCHRONISED[kind](CHANNELS)).to("cuda", dtype)
-    assert largest_error(_results(layer, given), reference(given)) <= bound
-    assert layer.num_batches_tracked == len(given.inputs)
+    assert largest_error(_results(layer, bn_case), reference(bn_case)) <= bound
+    assert layer.num_batches_tracked == len(bn_case.inputs)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
 def test_halves_on_one_device(dtype: torch.dtype, bound: float) -> None:
-    given = case("2d", dtype)
+    bn_case = case("2d", dtype)
     layer = with_parameters(SYNCHRONISED["2d"](CHANNELS)).cuda()
-    assert largest_error(_results(layer, given), reference(given)) <= bound
+    assert largest_error(_results(layer, bn_case), reference(bn_case)) <= bound
 
 
 @pytest.mark.gpu
 def test_channels_last_and_autocast() -> None:
-    given = case("2d", torch.float32)
-    x = given.inputs[0].cuda().to(memory_format=torch.channels_last).requires_grad_()
+    bn_case = case("2d", torch.float32)
+    x = bn_case.inputs[0].cuda().to(memory_format=torch.channels_last).requires_grad_()
     layer = SYNCHRONISED["2d"](CHANNELS).cuda()
     with torch.autocast("cuda", torch.float16):
         y = ReplicationCallbackDataParallel(layer, [0, 0])(x.half())
@@ -525,10 +538,10 @@ def test_channels_last_and_autocast() -> None:
 
 @pytest.mark.gpu
 def test_one_process_on_a_gpu_gives_the_bits_of_torch() -> None:
-    given = _on_gpu(case("2d", torch.float32))
+    bn_case = _on_gpu(case("2d", torch.float32))
     layer = with_parameters(SYNCHRONISED["2d"](CHANNELS)).cuda()
     plain = with_parameters(nn.BatchNorm2d(CHANNELS)).cuda()
-    got, expected = train(layer, layer, given), train(plain, plain, given)
+    got, expected = train(layer, layer, bn_case), train(plain, plain, bn_case)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 

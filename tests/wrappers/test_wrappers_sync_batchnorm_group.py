@@ -39,56 +39,63 @@ def _layer(kind: str, dtype: torch.dtype, **options: Any) -> Any:
     return with_parameters(SYNCHRONISED[kind](CHANNELS, **options)).to(dtype)
 
 
-def _shards(given: Case, sizes: list[int], index: int) -> Case:
-    parts = ([one.split(sizes)[index] for one in x] for x in (given.inputs, given.cotangents))
-    return Case(given.kind, *parts)
+def _shards(bn_case: Case, sizes: list[int], index: int) -> Case:
+    shards = (
+        [tensor.split(sizes)[index] for tensor in x] for x in (bn_case.inputs, bn_case.cotangents)
+    )
+    return Case(bn_case.kind, *shards)
 
 
-def _whole(got: dict[str, Tensor], parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _whole(got: dict[str, Tensor], rank_results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return this rank's results with all outputs and the summed gradients of the parameters."""
-    joined = {name: torch.cat([part[name] for part in parts], 1) for name in ("y", "dx")}
+    joined = {
+        name: torch.cat([rank_result[name] for rank_result in rank_results], 1)
+        for name in ("y", "dx")
+    }
     summed = {
-        name: sum(part[name] for part in parts) for name in got if name in ("dweight", "dbias")
+        name: sum(rank_result[name] for rank_result in rank_results)
+        for name in got
+        if name in ("dweight", "dbias")
     }
     return {**got, **joined, **summed}  # type: ignore[dict-item]
 
 
-def _error(given: Case, sizes: list[int], layer: Any = None, **options: Any) -> float:
+def _error(bn_case: Case, sizes: list[int], layer: Any = None, **options: Any) -> float:
     """Return the error of the combined results of all ranks."""
     group = options.get("process_group")
-    layer = layer or _layer(given.kind, given.inputs[0].dtype, **options)
-    got = train(layer, layer, _shards(given, sizes, dist.get_rank(group)))
-    parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, got, group=group)
+    layer = layer or _layer(bn_case.kind, bn_case.inputs[0].dtype, **options)
+    got = train(layer, layer, _shards(bn_case, sizes, dist.get_rank(group)))
+    rank_results: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(rank_results, got, group=group)
     options.pop("process_group", None)
-    return largest_error(_whole(got, parts), reference(given, **options))
+    return largest_error(_whole(got, rank_results), reference(bn_case, **options))
 
 
 @pytest.mark.parametrize("world_size", [2, *slow(4)])
 @on_ranks("world_size")
 def test_equals_the_full_batch(world_size: int) -> None:
-    found = {}
+    relative_errors = {}
     for kind in SHAPES:
         for dtype, bound in BOUNDS.items():
-            given = case(kind, dtype)
+            bn_case = case(kind, dtype)
             for name, sizes in splits(SHAPES[kind][0], dist.get_world_size()).items():
-                found[kind, str(dtype), name] = _error(given, sizes) / bound
-    given = case("2d", torch.float64)
+                relative_errors[kind, str(dtype), name] = _error(bn_case, sizes) / bound
+    bn_case = case("2d", torch.float64)
     uneven = splits(8, dist.get_world_size())["uneven"]
     for options in ({"affine": False}, {"momentum": None}, {"track_running_stats": False}):
-        found["2d", str(options), "uneven"] = _error(given, uneven, **options) / 1e-12
+        relative_errors["2d", str(options), "uneven"] = _error(bn_case, uneven, **options) / 1e-12
     far = case("2d", torch.float32, mean=1e4)
     for precision, bound in (("fp32", 1e-6), ("fp64", 2e-7)):
         layer = _layer("2d", torch.float32, precision=precision)
-        found["2d", "far", precision] = _error(far, uneven, layer) / bound
-    errors = found
+        relative_errors["2d", "far", precision] = _error(far, uneven, layer) / bound
+    errors = relative_errors
     assert {key: error for key, error in errors.items() if error > 1} == {}
 
 
 @on_ranks(2)
 def test_one_collective_each_way() -> None:
     """There is none in evaluation or for a group of one rank."""
-    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     x = torch.randn(2, CHANNELS, 2, 2, dtype=torch.float64, requires_grad=True)
     layer, plain = _layer("2d", torch.float64), nn.BatchNorm2d(CHANNELS).double()
     layer(x)
@@ -98,7 +105,7 @@ def test_one_collective_each_way() -> None:
         assert torch.equal(layer.eval()(x), plain.eval()(x))
 
     def train_alone() -> None:
-        alone = _layer("2d", torch.float64, process_group=own)
+        alone = _layer("2d", torch.float64, process_group=group)
         plain.load_state_dict(alone.state_dict())
         assert torch.equal(alone(x), plain.train()(x))
 
@@ -108,38 +115,45 @@ def test_one_collective_each_way() -> None:
         "eval": evaluate,
         "alone": train_alone,
     }
-    found = {}
+    calls_by_mode = {}
     trace_collectives()
     try:
         for mode, call in modes.items():
-            before = [one.number for one in recent_collectives()]
+            before = [record.number for record in recent_collectives()]
             call()
-            new = [one for one in recent_collectives() if one.number not in before]
-            found[mode] = [one.name for one in new]
+            records = [record for record in recent_collectives() if record.number not in before]
+            calls_by_mode[mode] = [record.name for record in records]
     finally:
         trace_collectives(False)
     names = [f"SynchronizedBatchNorm2d.{way}" for way in ("forward", "backward")]
-    assert found == {"train": names, "no gradient of the input": names[:1], "eval": [], "alone": []}
+    assert calls_by_mode == {
+        "train": names,
+        "no gradient of the input": names[:1],
+        "eval": [],
+        "alone": [],
+    }
 
 
 @on_ranks(4)
 def test_groups_of_some_ranks() -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    own = groups[dist.get_rank() // 2]
-    given = case("2d", torch.float64)
+    group = groups[dist.get_rank() // 2]
+    bn_case = case("2d", torch.float64)
     if dist.get_rank() > 1:
-        given = Case("2d", [3 * one for one in given.inputs], given.cotangents)
-    copied = copy.deepcopy(_layer("2d", torch.float64, process_group=own))
-    assert copied.process_group is own
+        bn_case = Case("2d", [3 * tensor for tensor in bn_case.inputs], bn_case.cotangents)
+    copied = copy.deepcopy(_layer("2d", torch.float64, process_group=group))
+    assert copied.process_group is group
     with pytest.raises(ValueError, match="not a member of the layer's process_group"):
-        _layer("2d", torch.float64, process_group=groups[1 - dist.get_rank() // 2])(given.inputs[0])
-    assert _error(given, [3, 5], process_group=own) <= 1e-12
+        _layer("2d", torch.float64, process_group=groups[1 - dist.get_rank() // 2])(
+            bn_case.inputs[0]
+        )
+    assert _error(bn_case, [3, 5], process_group=group) <= 1e-12
 
 
 @on_ranks(2)
 def test_mistakes_of_one_rank() -> None:
     """Every rank raises an error that names the rank, and the next call works."""
-    first = dist.get_rank() == 0
+    is_rank_0 = dist.get_rank() == 0
     x = torch.randn(4, CHANNELS)
     layer = _layer("1d", torch.float32)
     name = "SynchronizedBatchNorm1d"
@@ -147,18 +161,18 @@ def test_mistakes_of_one_rank() -> None:
         f"{name} must have the same num_features on all ranks, but it has 5 on rank 0, 4 on rank 1"
     )
     with pytest.raises(ValueError, match=f"^{text}$"):
-        SynchronizedBatchNorm1d(4 + first)(x[:, : 4 + first])
+        SynchronizedBatchNorm1d(4 + is_rank_0)(x[:, : 4 + is_rank_0])
     text = f"rank 1: AssertionError: Channel size mismatch: the input must have {CHANNELS} channels"
     with pytest.raises(CollectiveError, match=f"^{name} cannot continue: {text}"):
-        layer(x if first else x[:, :5])
+        layer(x if is_rank_0 else x[:, :5])
     text = r"rank 0: ValueError: expected 2D or 3D input \(got 4D input\)"
     with pytest.raises(CollectiveError, match=f"^{name} cannot continue: {text}$"):
-        layer(x[..., None, None] if first else x)
+        layer(x[..., None, None] if is_rank_0 else x)
     with pytest.raises(ValueError, match="^Expected more than 1 value per channel when training"):
-        layer(x[:1] if first else x[:0])
+        layer(x[:1] if is_rank_0 else x[:0])
     with (
         pytest.raises(CollectiveError, match=r"but ranks \[0\] run it without"),
-        torch.set_grad_enabled(not first),
+        torch.set_grad_enabled(not is_rank_0),
     ):
         layer(x.clone().requires_grad_())
     layer(x).sum().backward()
@@ -189,28 +203,28 @@ def test_autocast_and_layout() -> None:
 def _layers() -> tuple[SynchronizedBatchNorm1d, SynchronizedBatchNorm1d, Tensor]:
     torch.manual_seed(dist.get_rank())
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    first, second = (SynchronizedBatchNorm1d(3).double() for _ in range(2))
-    first(x)
+    layer_a, second = (SynchronizedBatchNorm1d(3).double() for _ in range(2))
+    layer_a(x)
     second(x)
-    return first, second, x
+    return layer_a, second, x
 
 
 @on_ranks(2)
 def test_ranks_in_different_layers_get_an_error() -> None:
     """They must not get wrong statistics or gradients."""
-    first, second, x = _layers()
-    chosen = (first, second)[dist.get_rank()]
+    layer_a, second, x = _layers()
+    chosen = (layer_a, second)[dist.get_rank()]
     text = "the ranks [0] and [1] are in different calls of SynchronizedBatchNorm1d"
     with raises_with(CollectiveError, text):
         chosen(x)
-    first, second, x = _layers()
-    output = (first(x), second(x * 2 + x**2))[dist.get_rank()]
+    layer_a, second, x = _layers()
+    output = (layer_a(x), second(x * 2 + x**2))[dist.get_rank()]
     text = "in the backward of different calls of SynchronizedBatchNorm1d"
     with raises_with(CollectiveError, text):
         output.pow(3).sum().backward()
     # Afterwards the ranks are in step again.
-    first, _, x = _layers()
-    first(x).pow(3).sum().backward()
+    layer_a, _, x = _layers()
+    layer_a(x).pow(3).sum().backward()
     assert x.grad is not None
 
 

@@ -54,7 +54,7 @@ def _tensors(model: nn.Module) -> dict[str, int]:
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
-    return {name: id(one) for name, one in both}
+    return {name: id(tensor) for name, tensor in both}
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -66,12 +66,12 @@ def test_keeps_everything(training: bool) -> None:
     handle = model[1].register_forward_hook(lambda *_: calls.append("hook"))
     before, state = _tensors(model), copy.deepcopy(model.state_dict())
     options = [(m.eps, m.momentum, m.affine, m.track_running_stats) for m in _norms(model)]
-    classes = [type(one) for one in model.modules()]
+    classes = [type(module) for module in model.modules()]
     assert convert_sync_batchnorm(model) is model
-    assert all(type(one) is SynchronizedBatchNorm2d for one in _norms(model))
+    assert all(type(norm) is SynchronizedBatchNorm2d for norm in _norms(model))
     assert model[1] is model[2][0]
     assert _tensors(model) == before
-    assert all(one.training is training for one in model.modules())
+    assert all(module.training is training for module in model.modules())
     assert not model[1].weight.requires_grad
     assert [(m.eps, m.momentum, m.affine, m.track_running_stats) for m in _norms(model)] == options
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -82,28 +82,30 @@ def test_keeps_everything(training: bool) -> None:
     assert calls == ["hook"]
     assert convert_sync_batchnorm(model) is model
     assert revert_sync_batchnorm(model) is model
-    assert [type(one) for one in model.modules()] == classes
+    assert [type(module) for module in model.modules()] == classes
     assert _tensors(model) == before
-    assert not any("eps_mode" in one.__dict__ for one in model.modules())
+    assert not any("eps_mode" in module.__dict__ for module in model.modules())
 
 
 def _norms(model: nn.Module) -> list[Any]:
-    return [one for one in model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
+    return [
+        module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
 
 
 def test_optimizers_and_state_dicts_keep_working() -> None:
     plain = _model().double()
     model = copy.deepcopy(plain)
     results = []
-    for one in (plain, model):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-        if one is model:
-            convert_sync_batchnorm(one)
-        one(
+    for net in (plain, model):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        if net is model:
+            convert_sync_batchnorm(net)
+        net(
             torch.ones(2, 3, 2, 2).double() * torch.arange(2).view(2, 1, 1, 1)
         ).square().sum().backward()
         optimizer.step()
-        results.append(one.state_dict())
+        results.append(net.state_dict())
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
     _model().double().load_state_dict(model.state_dict())
     model.load_state_dict(plain.state_dict())
@@ -122,7 +124,9 @@ def test_a_root_that_is_a_layer(plain: Any, kind: Any) -> None:
     parameters = list(layer.parameters())
     converted = convert_model(layer)
     assert type(converted) is kind
-    assert all(one is other for one, other in zip(converted.parameters(), parameters, strict=True))
+    assert all(
+        param is other for param, other in zip(converted.parameters(), parameters, strict=True)
+    )
     assert type(revert_sync_batchnorm(converted)) is plain
     assert type(revert_sync_batchnorm(kind(3, eps_mode="clamp"))) is plain
 
@@ -141,18 +145,18 @@ def test_torchs_synchronised_layer() -> None:
 @pytest.mark.parametrize("training", [False, True])
 def test_torchs_implementation(training: bool) -> None:
     model = _model().train(training)
-    before, classes = _tensors(model), [type(one) for one in model.modules()]
+    before, classes = _tensors(model), [type(module) for module in model.modules()]
     assert convert_sync_batchnorm(model, implementation="torch") is model
-    assert all(type(one) is nn.SyncBatchNorm for one in _norms(model))
-    assert all(one.training is training for one in model.modules())
+    assert all(type(norm) is nn.SyncBatchNorm for norm in _norms(model))
+    assert all(module.training is training for module in model.modules())
     assert _tensors(model) == before
-    assert all(one.process_group is None for one in _norms(model))
+    assert all(norm.process_group is None for norm in _norms(model))
     model(torch.randn(2, 3, 2, 2))
     for implementation in ("stepwrap", "torch", "stepwrap", "torch"):
         convert_sync_batchnorm(model, implementation)
-    assert all(type(one) is nn.SyncBatchNorm for one in _norms(model))
+    assert all(type(norm) is nn.SyncBatchNorm for norm in _norms(model))
     assert revert_sync_batchnorm(model) is model
-    assert [type(one) for one in model.modules()] == classes
+    assert [type(module) for module in model.modules()] == classes
     assert _tensors(model) == before
     ours = SynchronizedBatchNorm2d(3)
     assert type(convert_sync_batchnorm(ours, "torch")) is nn.SyncBatchNorm
@@ -200,12 +204,12 @@ def test_models_that_cannot_be_converted(caplog: pytest.LogCaptureFixture) -> No
     parametrized = nn.BatchNorm2d(3)
     parametrize.register_parametrization(parametrized, "weight", nn.Softplus())
     model = nn.Sequential(_Activated(3), parametrized, nn.InstanceNorm2d(3))
-    kinds = [type(one) for one in model]
+    kinds = [type(layer) for layer in model]
     with caplog.at_level(logging.WARNING):
         convert_sync_batchnorm(model)
-    assert [type(one) for one in model] == kinds
+    assert [type(layer) for layer in model] == kinds
     names = ["0 (_Activated)", "1 (ParametrizedBatchNorm2d)"]
-    assert [one.getMessage().split(" has")[0] for one in caplog.records] == names
+    assert [record.getMessage().split(" has")[0] for record in caplog.records] == names
     caplog.clear()
     layer = nn.SyncBatchNorm(3)
     parametrize.register_parametrization(layer, "weight", nn.Softplus())
@@ -216,9 +220,9 @@ def test_models_that_cannot_be_converted(caplog: pytest.LogCaptureFixture) -> No
 
 def test_data_parallel_gets_callbacks() -> None:
     model = DataParallel(nn.Sequential(nn.BatchNorm2d(3)), dim=0)
-    held = nn.ModuleDict({"inner": model})
-    convert_sync_batchnorm(held)
-    assert isinstance(held["inner"], ReplicationCallbackDataParallel)
+    container = nn.ModuleDict({"inner": model})
+    convert_sync_batchnorm(container)
+    assert isinstance(container["inner"], ReplicationCallbackDataParallel)
     assert type(model.module[0]) is SynchronizedBatchNorm2d
     assert model(torch.randn(4, 3, 2, 2)).shape == (4, 3, 2, 2)
 
@@ -228,7 +232,7 @@ def test_patched_names() -> None:
     with patch_sync_batchnorm(), patch_sync_batchnorm():
         layers = [nn.BatchNorm1d(3), nn.BatchNorm2d(3), nn.BatchNorm3d(3, device="cpu")]
     kinds = [SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d]
-    assert [type(one) for one in layers] == kinds
+    assert [type(layer) for layer in layers] == kinds
     assert (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) == before
     with pytest.raises(KeyError), patch_sync_batchnorm():
         raise KeyError
@@ -268,7 +272,7 @@ def test_wrong_order(kind: Any) -> None:
     ):
         with pytest.raises(ValueError, match=text):
             convert_sync_batchnorm(module)
-    assert not any(isinstance(one, SynchronizedBatchNorm2d) for one in wrapped.modules())
+    assert not any(isinstance(module, SynchronizedBatchNorm2d) for module in wrapped.modules())
     # Other models may be converted, and so may a model whose wrapper has been deleted.
     convert_sync_batchnorm(_model())
     model = wrapped.module
@@ -279,12 +283,12 @@ def test_wrong_order(kind: Any) -> None:
 
 def test_precision() -> None:
     model = convert_sync_batchnorm(_model(), precision="fp64")
-    assert {one.precision for one in _norms(model)} == {"fp64"}
+    assert {norm.precision for norm in _norms(model)} == {"fp64"}
     convert_sync_batchnorm(model)
-    assert {one.precision for one in _norms(copy.deepcopy(model))} == {"fp64"}
+    assert {norm.precision for norm in _norms(copy.deepcopy(model))} == {"fp64"}
     revert_sync_batchnorm(model)
-    assert not any("precision" in vars(one) for one in _norms(model))
-    assert {one.precision for one in _norms(convert_sync_batchnorm(model))} == {"fp32"}
+    assert not any("precision" in vars(norm) for norm in _norms(model))
+    assert {norm.precision for norm in _norms(convert_sync_batchnorm(model))} == {"fp32"}
     with pytest.raises(ValueError, match="precision must be 'fp32' or 'fp64', got 'double'"):
         convert_sync_batchnorm(model, precision="double")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="whose layers do not have it"):

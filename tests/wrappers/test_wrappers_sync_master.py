@@ -142,11 +142,11 @@ def test_registering_while_a_slave_waits() -> None:
 
 def test_a_new_replication_ends_the_old_one() -> None:
     master = SyncMaster(scaled, timeout_s=LIMIT_S)
-    old = master.register_slave(1)
-    run_threads([lambda: master.run_master(1), lambda: old.run_slave(1)])
+    earlier_slave = master.register_slave(1)
+    run_threads([lambda: master.run_master(1), lambda: earlier_slave.run_slave(1)])
     master.register_slave(1)
     with pytest.raises(ReplicationError, match="another replication"):
-        old.run_slave(1)
+        earlier_slave.run_slave(1)
     with pytest.raises(ValueError, match="identifier must not be 0, which is the master's"):
         master.register_slave(0)
 
@@ -162,7 +162,9 @@ class Layer:
         return [(identifier, message + self.offset) for identifier, message in messages]
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda master: pickle.loads(pickle.dumps(master))]
+)
 def test_copies_are_independent(duplicate: Callable[[Any], Any]) -> None:
     layer = Layer()
     pipe = layer.master.register_slave(1)
@@ -177,7 +179,9 @@ def test_copies_are_independent(duplicate: Callable[[Any], Any]) -> None:
     assert duplicate(layer.master).nr_slaves == 0
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda result: pickle.loads(pickle.dumps(result))]
+)
 def test_future_result(duplicate: Callable[[Any], Any]) -> None:
     future = FutureResult()
     for value in (None, 3):

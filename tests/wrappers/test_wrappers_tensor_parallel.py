@@ -105,24 +105,24 @@ def test_weights_and_gradients_are_parts_of_the_whole(plan: dict[str, Any], tied
     plan = {**plan, "table": "rowwise", "first": ColwiseParallel()} if tied else {**plan, **PLAN}
     plan["second"] = "rowwise"
     plain, net = _seeded(tied), _seeded(tied)
-    for one in (plain, net):
-        one.first.bias.requires_grad_(False)
+    for network in (plain, net):
+        network.first.bias.requires_grad_(False)
     net.norm.weight.mark = "kept"
     parallelize(net, build_mesh({"tensor": 2}), plan)
     assert [name for name, _ in net.named_parameters()] == [n for n, _ in plain.named_parameters()]
-    assert all(type(one) is nn.Parameter for one in net.parameters())
+    assert all(type(param) is nn.Parameter for param in net.parameters())
     assert not net.first.bias.requires_grad
     assert net.norm.weight.mark == "kept"
     ids = torch.arange(6)
     worst = []
     for net_ in (plain, net):
         net_(ids).pow(2).mean().backward()
-    for one, whole in zip(net.parameters(), plain.parameters(), strict=True):
-        layout = getattr(one, "tensor_layout", None)
+    for local, full in zip(net.parameters(), plain.parameters(), strict=True):
+        layout = getattr(local, "tensor_layout", None)
         cut = (slice(None),) if layout is None else layout.slices
-        assert torch.equal(one, whole[cut])
-        if one.requires_grad:
-            worst.append((one.grad - whole.grad[cut]).abs().max().item())
+        assert torch.equal(local, full[cut])
+        if local.requires_grad:
+            worst.append((local.grad - full.grad[cut]).abs().max().item())
     with torch.inference_mode():
         worst.append((net(ids) - plain(ids)).abs().max().item())
     assert max(worst) <= 1e-14
@@ -186,8 +186,8 @@ def test_outputs_can_be_changed_in_place() -> None:
     plain, net = Block().double(), Block().double()
     net.load_state_dict(plain.state_dict())
     parallelize(net, build_mesh({"tensor": 2}), {"first": "colwise", "second": "rowwise"})
-    for one in (plain, net):
-        outputs = one.second(torch.tanh(one.first(torch.ones(3, 4, dtype=torch.float64))))
+    for network in (plain, net):
+        outputs = network.second(torch.tanh(network.first(torch.ones(3, 4, dtype=torch.float64))))
         outputs += 1
         outputs.square().sum().backward()
     assert (plain.second.bias.grad - net.second.bias.grad).abs().max().item() <= 1e-14

@@ -34,20 +34,20 @@ def test_the_state_of_torch_is_as_it_was() -> None:
     with model.no_sync():
         model(*own_batches(0, torch.float64)[0], mode="loss")["loss"].backward()
     context = model.module._get_fsdp_state()._state_ctx
-    units = [one for one in model.module.modules() if isinstance(one, FSDPModule)]
+    units = [module for module in model.module.modules() if isinstance(module, FSDPModule)]
     groups = [group for unit in units for group in groups_of(unit)]
-    params: list[Any] = [one for group in groups for one in group.fsdp_params]
-    held: list[Any] = [whole_of(one) for one in params]
+    params: list[Any] = [param for group in groups for param in group.fsdp_params]
+    unsharded: list[Any] = [whole_of(param) for param in params]
     dtypes = {getattr(group, "_orig_dtype", None) for group in groups}
-    cast = {vars(one).get("unsharded_accumulated_grad", "gone") for one in params}
+    cast = {vars(param).get("unsharded_accumulated_grad", "gone") for param in params}
     assert planted == set(), CHANGED
     assert context.iter_forward_root is None, CHANGED
     assert not context.post_backward_final_callback_queued, CHANGED
     assert {group._partial_reduce_output for group in groups} == {None}, CHANGED
     assert dtypes == {None if is_new else torch.float64}, CHANGED
     assert cast == {"gone" if is_new else None}, CHANGED
-    assert all(isinstance(one.sharded_param, DTensor) for one in params), CHANGED
-    assert all(one is not None and one.grad is not None for one in held), CHANGED
+    assert all(isinstance(param.sharded_param, DTensor) for param in params), CHANGED
+    assert all(param is not None and param.grad is not None for param in unsharded), CHANGED
     assert callable(units[0].reset_iter_state), CHANGED
 
 
@@ -63,7 +63,7 @@ def _without(owner: Any, name: str) -> Iterator[None]:
 
 @on_ranks(2)
 def test_a_changed_torch_is_refused() -> None:
-    unit = next(one for one in _model().module.modules() if isinstance(one, FSDPModule))
+    unit = next(module for module in _model().module.modules() if isinstance(module, FSDPModule))
     group = type(groups_of(unit)[0])
     for owner, name in (
         (group, "_init_mp_dtypes"),

@@ -74,7 +74,7 @@ def train(
             # Pass an iterator, like a loader's.
             logs += wrapper.train_steps(iter(data[start : start + blocks]), optim)
     states = optim.optimizer.state_dict()["state"].values()
-    weights = [*model.state_dict().values(), *(v for one in states for v in one.values())]
+    weights = [*model.state_dict().values(), *(v for state in states for v in state.values())]
     assert not compiled or wrapper.train_step.programs, "nothing was compiled"
     return weights, logs, wrapper
 
@@ -102,7 +102,7 @@ def test_a_custom_training_step_is_called_for_each_batch() -> None:
     model = Model()
     wrapper = with_train_step(SingleDevice, step)(model)
     logs = wrapper.train_steps(data, adamw(model))
-    assert [one["first"] for one in logs] == [inputs[0, 0] for inputs, _ in data]
+    assert [log["first"] for log in logs] == [inputs[0, 0] for inputs, _ in data]
 
 
 @pytest.mark.slow

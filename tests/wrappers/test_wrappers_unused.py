@@ -173,11 +173,11 @@ def test_a_backward_that_failed_is_reported(kind: Any, wrapper: Any, every: int)
     inner = model if kind is Breaking else model.inner
     wrapped = wrapper(model)
     optim = sgd(wrapped, momentum=0.9, accumulative_counts=every)
-    first, second = batches(2, seed=dist.get_rank())
-    train(wrapped, [first] * (2 * every - 1), optim)
+    batch_1, second = batches(2, seed=dist.get_rank())
+    train(wrapped, [batch_1] * (2 * every - 1), optim)
     inner.fails = True
     with pytest.raises(KeyError):
-        wrapped.train_step(first, optim)
+        wrapped.train_step(batch_1, optim)
     inner.fails = False
     texts = (
         "the last update raised KeyError: 'boom' before its backward ended",
@@ -223,18 +223,18 @@ def test_a_bad_batch_of_a_compiled_step_is_not_a_failed_update() -> None:
 @on_ranks(2)
 def test_a_rebuilt_wrapper_continues_the_training() -> None:
     model, plain = Breaking(), Breaking()
-    first = StepDistributedDataParallel(model)
-    optim, expected = sgd(first, momentum=0.9), sgd(plain, momentum=0.9)
+    wrapped = StepDistributedDataParallel(model)
+    optim, expected = sgd(wrapped, momentum=0.9), sgd(plain, momentum=0.9)
     for step, (inputs, target) in enumerate(batches(4, seed=7)):
         share = [inputs.chunk(2)[dist.get_rank()], target.chunk(2)[dist.get_rank()]]
         if step == 2:
             model.fails = True
             with pytest.raises(KeyError):
-                first.train_step(share, optim)
+                wrapped.train_step(share, optim)
             model.fails = False
             optim.zero_grad()
-            first = StepDistributedDataParallel(model)
-        first.train_step(share, optim)
+            wrapped = StepDistributedDataParallel(model)
+        wrapped.train_step(share, optim)
         expected.update_params(plain(inputs, target)["loss"])
     assert_near(flat(model), flat(plain), 1e-6)
 
@@ -244,13 +244,13 @@ def test_an_update_that_failed_is_forgotten() -> None:
     model = StepDistributedDataParallel(Switched([True, True, True, False, True]))
     optim = sgd(model)
     handle = optim.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
-    first, *others = batches(5)
+    batch_1, *later_batches = batches(5)
     with pytest.raises(ZeroDivisionError):
-        model.train_step(first, optim)
+        model.train_step(batch_1, optim)
     handle.remove()
     optim.zero_grad()
     with raises_with(UnusedParametersError, "did not depend on spare.weight"):
-        train(model, others, optim)
+        train(model, later_batches, optim)
 
 
 @on_ranks(2)
@@ -269,17 +269,17 @@ def _half_frozen() -> Any:
 @on_ranks(2)
 def test_thawed_parameters_are_named() -> None:
     wrapper = StepDistributedDataParallel(_half_frozen())
-    last = wrapper.module.net[2]
+    head = wrapper.module.net[2]
     optim = sgd(wrapper)
     data = batches(3, seed=dist.get_rank())
     wrapper.train_step(data[0], optim)
-    last.requires_grad_(True)
+    head.requires_grad_(True)
     with torch.no_grad():
         wrapper(*data[1], mode="loss")
     text = "'net.2.weight' was frozen when StepDistributedDataParallel wrapped"
     with raises_with(RuntimeError, text):
         wrapper.train_step(data[1], optim)
-    last.requires_grad_(False)
+    head.requires_grad_(False)
     wrapper.train_step(data[2], optim)
     assert same_on_ranks(flat(wrapper))
 
@@ -298,7 +298,7 @@ def test_training_as_the_error_advises_equals_one_process() -> None:
     data = batches(4, dtype=torch.float64)
     alone = _train_in_phases(SingleDevice(classifier(torch.float64)), data)
     wrapper = StepDistributedDataParallel(classifier(torch.float64), find_unused_parameters=True)
-    halves = [[part[dist.get_rank() :: 2] for part in batch] for batch in data]
+    halves = [[tensor[dist.get_rank() :: 2] for tensor in batch] for batch in data]
     assert_near(_train_in_phases(wrapper, halves), alone, 1e-12)
 
 

@@ -52,20 +52,22 @@ def train_both(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     images, targets = batch()
     wrapper: Any = {
         "single": SingleDevice,
-        "dp": lambda one: StepDataParallel(one, ["cpu", "cpu"]),
+        "dp": lambda net: StepDataParallel(net, ["cpu", "cpu"]),
         "ddp": StepDistributedDataParallel,
         "fsdp": StepFullyShardedDataParallel,
     }[kind](model)
     rank = torch.distributed.get_rank() if kind in ("ddp", "fsdp") else None
-    part = slice(None) if rank is None else slice(2 * rank, 2 * rank + 2)
-    parts = [slice(None)] if kind == "single" else [slice(0, 2), slice(2, 4)]
+    rows = slice(None) if rank is None else slice(2 * rank, 2 * rank + 2)
+    row_groups = [slice(None)] if kind == "single" else [slice(0, 2), slice(2, 4)]
     optim = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.01))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
     for _ in range(2):
-        wrapper.train_step((images[part], targets[part]), optim)
+        wrapper.train_step((images[rows], targets[rows]), optim)
         optimizer.zero_grad()
-        for one in parts:
-            (sum(plain(images[one], targets[one]).values()) / len(parts)).backward()
+        for group_rows in row_groups:
+            (
+                sum(plain(images[group_rows], targets[group_rows]).values()) / len(row_groups)
+            ).backward()
         optimizer.step()
     ours = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in model.named_parameters()}
     return {n: p.detach() for n, p in ours.items()}, {
@@ -99,9 +101,9 @@ def test_the_configs_of_the_page_train(tmp_path: Path) -> None:
         run(
             "-m", "stepwrap.runner", "predict", "runs/boxes", "--nproc", ranks, *words, cwd=tmp_path
         )
-    one, two = ((tmp_path / f"{ranks}.jsonl").read_text() for ranks in (1, 2))
-    assert one == two
-    rows = [json.loads(line) for line in one.splitlines()]
+    text_1, two = ((tmp_path / f"{ranks}.jsonl").read_text() for ranks in (1, 2))
+    assert text_1 == two
+    rows = [json.loads(line) for line in text_1.splitlines()]
     assert len(rows) == 8
     assert all({"boxes", "scores", "labels"} <= {*row["preds"]} for row in rows)
     run("-m", "stepwrap.runner", "export", "runs/boxes", "--to", "safetensors", cwd=tmp_path)

@@ -55,8 +55,8 @@ def constant(value: float, **further: Any) -> dict[str, Any]:
 
 def weights(module: nn.Module) -> dict[str, float]:
     """Return the weights and biases whose elements are all equal."""
-    values = {name: one.unique() for name, one in module.named_parameters()}
-    return {name: one.item() for name, one in values.items() if one.numel() == 1}
+    values = {name: param.unique() for name, param in module.named_parameters()}
+    return {name: value.item() for name, value in values.items() if value.numel() == 1}
 
 
 @pytest.mark.parametrize(
@@ -186,13 +186,13 @@ def test_submodules_that_are_initialised_keep_their_weights(inside: type[nn.Modu
 
 def test_pretrained_weights_come_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """From a file of the whole model, of a part, and of a dict with other entries."""
-    filled = {name: torch.full_like(one, 7.0) for name, one in Toy().state_dict().items()}
+    filled = {name: torch.full_like(value, 7.0) for name, value in Toy().state_dict().items()}
     torch.save(filled, tmp_path / "whole.pth")
     torch.save({"state_dict": {"blocks.0.linear.weight": torch.tensor([[7.0]])}}, tmp_path / "part")
     pretrained = {"type": "Pretrained", "checkpoint": str(tmp_path / "whole.pth")}
     model = Toy([pretrained, constant(1)], constant(2))
     model.init_weights()
-    assert {one.item() for one in model.parameters()} == {7.0}
+    assert {param.item() for param in model.parameters()} == {7.0}
     block = Block({**pretrained, "prefix": "blocks.0."})
     block.init_weights()
     assert block.linear.weight == 7
@@ -204,7 +204,7 @@ def test_pretrained_weights_come_last(tmp_path: Path, caplog: pytest.LogCaptureF
 
 def test_an_override_loads_pretrained_weights_into_its_submodule_last(tmp_path: Path) -> None:
     state = {"linear.weight": torch.tensor([[7.0]]), "linear.bias": torch.tensor([8.0])}
-    torch.save({f"teacher.{name}": one for name, one in state.items()}, tmp_path / "file.pth")
+    torch.save({f"teacher.{name}": value for name, value in state.items()}, tmp_path / "file.pth")
     pretrained = {"type": "Pretrained", "checkpoint": str(tmp_path / "file.pth")}
     override = {"name": "blocks.0", "prefix": "teacher", **pretrained}
     model = Toy(constant(1, override=override), constant(2))

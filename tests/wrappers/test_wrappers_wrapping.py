@@ -116,9 +116,9 @@ def test_is_model_wrapper_of_a_registry() -> None:
     parent = Registry("parent", scope="parent")
     child = Registry("child", parent=parent, scope="child")
     child.register_module(module=OwnSingle)
-    own, other = OwnSingle(classifier()), SingleDevice(classifier())
-    assert is_model_wrapper(own, parent)
-    assert is_model_wrapper(own, child)
+    custom, other = OwnSingle(classifier()), SingleDevice(classifier())
+    assert is_model_wrapper(custom, parent)
+    assert is_model_wrapper(custom, child)
     assert not is_model_wrapper(other, parent)
     parent.register_module(module=SingleDevice)
     assert is_model_wrapper(other, parent)
@@ -209,11 +209,11 @@ def test_other_wrappers_count_when_given() -> None:
 
 
 def test_modules_that_hold_each_other() -> None:
-    first, second = nn.Module(), nn.Module()
-    first.other, second.other = second, first
-    assert not is_module_wrapper(first)
+    module_a, second = nn.Module(), nn.Module()
+    module_a.other, second.other = second, module_a
+    assert not is_module_wrapper(module_a)
     second.wrapped = DataParallel(mlp())
-    assert is_module_wrapper(first)
+    assert is_module_wrapper(module_a)
 
 
 @on_ranks(2)

@@ -66,12 +66,12 @@ def global_batch(update: int, dtype: torch.dtype = torch.float64) -> Batch:
     return {"inputs": inputs.to(dtype), "labels": labels, "mask": mask.to(dtype)}
 
 
-def split(batch: Batch, pieces: int, seed: int) -> list[Batch]:
+def split(batch: Batch, num_pieces: int, seed: int) -> list[Batch]:
     """Split a global batch into pieces of unequal sizes with at least one sample."""
-    cuts = sorted(random.Random(seed).sample(range(1, SAMPLES), pieces - 1))
+    cuts = sorted(random.Random(seed).sample(range(1, SAMPLES), num_pieces - 1))
     bounds = [0, *cuts, SAMPLES]
-    places = zip(bounds, bounds[1:], strict=False)
-    return [{key: one[a:b] for key, one in batch.items()} for a, b in places]
+    ranges = zip(bounds, bounds[1:], strict=False)
+    return [{key: value[a:b] for key, value in batch.items()} for a, b in ranges]
 
 
 def train_whole(
@@ -89,12 +89,14 @@ def train_whole(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return {name: one.detach() for name, one in model.state_dict().items()}, losses
+    return {name: value.detach() for name, value in model.state_dict().items()}, losses
 
 
-def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the largest difference of a weight; infinity for a NaN."""
-    largest = max((found[name].cpu() - one).abs().max().item() for name, one in wanted.items())
+    largest = max(
+        (actual[name].cpu() - value).abs().max().item() for name, value in expected.items()
+    )
     return largest if largest == largest else float("inf")  # noqa: PLR0124
 
 
@@ -147,21 +149,23 @@ class Apart:
 
 def all_cells(counted: Iterable[str] = SETTINGS) -> list[Weighted]:
     dtypes = [*DTYPES, *HALVES]
-    return [Weighted(*one) for one in itertools.product(counted, dtypes, (1, 3), (False, True))]
+    return [
+        Weighted(*options) for options in itertools.product(counted, dtypes, (1, 3), (False, True))
+    ]
 
 
 def run_weighted(kind: str, cells: list[Weighted], device: str = "cpu") -> list[Apart]:
     """Train the cells under a wrapper; every rank must call this."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     mesh = make_mesh(kind, world, device)
-    found = []
+    distances = []
     for cell in cells:
         wrapper = wrapped(kind, Tagger(cell.counted, cell.weights_dtype), mesh, device)
         losses = train(wrapper, optimizer_of(wrapper, cell), cell, mesh)
         weights, plain = train_whole(cell.counted, cell.updates, cell.weights_dtype, clip=cell.clip)
         largest = max(abs(a - b) for a, b in zip(losses, plain, strict=True))
-        found.append(Apart(cell, difference(whole_weights(wrapper), weights), largest))
-    return found
+        distances.append(Apart(cell, difference(whole_weights(wrapper), weights), largest))
+    return distances
 
 
 def wrapped(kind: str, model: nn.Module, mesh: Any, device: str = "cpu", **options: Any) -> Any:
@@ -189,8 +193,8 @@ def optimizer_of(wrapper: nn.Module, cell: Weighted) -> OptimWrapper:
 
 def pieces_of(cell: Weighted, update: int, mesh: Any) -> list[Batch]:
     batch = global_batch(update, cell.weights_dtype)
-    pieces = split(batch, cell.accumulate * mesh.data_size, seed=update)
-    return pieces[mesh.data_rank :: mesh.data_size]
+    micro_batches = split(batch, cell.accumulate * mesh.data_size, seed=update)
+    return micro_batches[mesh.data_rank :: mesh.data_size]
 
 
 def train(wrapper: Any, optim_wrapper: OptimWrapper, cell: Weighted, mesh: Any) -> list[float]:

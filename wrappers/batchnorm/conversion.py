@@ -83,9 +83,9 @@ def convert_sync_batchnorm(
     """
     _check_arguments(implementation, precision)
     changes: list[tuple[Any, type[_BatchNorm]]] = []
-    for path, one in module.named_modules():
-        if isinstance(one, _BatchNorm) and (kind := _target_class(path, one, implementation)):
-            changes.append((one, kind))
+    for path, child in module.named_modules():
+        if isinstance(child, _BatchNorm) and (kind := _target_class(path, child, implementation)):
+            changes.append((child, kind))
     if any(type(layer) is not kind for layer, kind in changes):
         _refuse_wrapped(module)
     for layer, kind in changes:
@@ -96,9 +96,9 @@ def convert_sync_batchnorm(
         for name, value in (("process_group", process_group), ("precision", precision)):
             if value is not None:
                 setattr(layer, name, value)
-    for one in module.modules():
-        if isinstance(one, DataParallel) and implementation == "stepwrap":
-            patch_replication_callback(one)
+    for child in module.modules():
+        if isinstance(child, DataParallel) and implementation == "stepwrap":
+            patch_replication_callback(child)
     return module
 
 
@@ -212,10 +212,10 @@ def _change_class(layer: _BatchNorm, kind: type[_BatchNorm]) -> None:
 
 def _refuse_wrapped(module: nn.Module) -> None:
     """Raise ValueError if ``module`` contains or is inside a ``DistributedDataParallel``."""
-    for path, one in module.named_modules():
-        if isinstance(one, DistributedDataParallel):
+    for path, child in module.named_modules():
+        if isinstance(child, DistributedDataParallel):
             where = f"{path!r} of the model" if path else "the model"
-            raise ValueError(f"{where} is already wrapped in {type(one).__name__}: {_WRAP_LATER}")
+            raise ValueError(f"{where} is already wrapped in {type(child).__name__}: {_WRAP_LATER}")
     wrapper = _find_wrapper(module) if distributed_available() else None
     if wrapper is not None:
         kinds = f"{type(module).__name__} is already inside {type(wrapper).__name__}"
@@ -226,11 +226,11 @@ def _find_wrapper(module: nn.Module) -> DistributedDataParallel | None:
     """Search all objects of the process for a wrapper around ``module``; takes about 0.1 s."""
     # Discarded wrappers remain until their reference cycles are collected.
     gc.collect()
-    for one in gc.get_objects():
+    for candidate in gc.get_objects():
         # isinstance could run code of proxy objects.
-        if not issubclass(type(one), DistributedDataParallel):
+        if not issubclass(type(candidate), DistributedDataParallel):
             continue
-        wrapped = one.__dict__.get("_modules", {}).get("module")
-        if wrapped is not None and any(part is module for part in wrapped.modules()):
-            return one  # type: ignore[no-any-return]
+        wrapped = candidate.__dict__.get("_modules", {}).get("module")
+        if wrapped is not None and any(child is module for child in wrapped.modules()):
+            return candidate  # type: ignore[no-any-return]
     return None

@@ -60,7 +60,7 @@ class Statistics(NamedTuple):
         """Return the statistics on another device."""
         if device == self.mean.device:
             return self
-        moved = (one.to(device) if isinstance(one, Tensor) else one for one in self)
+        moved = (tensor.to(device) if isinstance(tensor, Tensor) else tensor for tensor in self)
         return Statistics(*moved)  # type: ignore[arg-type]
 
 
@@ -122,9 +122,9 @@ def normalise(
         return
     mean, error = _rounded_mean(x, stats)
     shift = -error * scale if bias is None else bias - error * scale
-    mean, scale, shift = (_as_channels(one, mean.dtype, x) for one in (mean, scale, shift))
-    for part, result in zip(_blocks(x), _blocks(out), strict=True):
-        centred = _minus_mean(part, mean, result)
+    mean, scale, shift = (_as_channels(vector, mean.dtype, x) for vector in (mean, scale, shift))
+    for block, result in zip(_blocks(x), _blocks(out), strict=True):
+        centred = _minus_mean(block, mean, result)
         # On the CPU, addcmul would take twice the time.
         centred.mul_(scale).add_(shift)
         if centred is not result:
@@ -139,9 +139,9 @@ def gradient_sums(dy: Tensor, x: Tensor, stats: Statistics) -> Tensor:
     mean, error = _rounded_mean(x, stats)
     if _is_fp32_on_cpu(x, stats):
         # With a scale of 1, torch's gradients of weight and bias are these sums.
-        one = torch.ones_like(mean)
+        ones_like_mean = torch.ones_like(mean)
         _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-            dy, x, one, None, None, mean, one, True, 0.0, [False, True, True]
+            dy, x, ones_like_mean, None, None, mean, ones_like_mean, True, 0.0, [False, True, True]
         )
         total, products = of_bias.double(), of_weight.double()
     else:
@@ -168,9 +168,9 @@ def input_gradient(
     mean, error = _rounded_mean(x, stats)
     shift = -mean_dy - slope * error
     vectors = (mean, slope, shift, scale)
-    mean, slope, shift, scale = (_as_channels(one, mean.dtype, x) for one in vectors)
-    for part, gradient, result in zip(_blocks(x), _blocks(dy), _blocks(dx), strict=True):
-        centred = _minus_mean(part, mean, result)
+    mean, slope, shift, scale = (_as_channels(vector, mean.dtype, x) for vector in vectors)
+    for block, gradient, result in zip(_blocks(x), _blocks(dy), _blocks(dx), strict=True):
+        centred = _minus_mean(block, mean, result)
         centred.mul_(slope).add_(gradient.to(mean.dtype)).add_(shift).mul_(scale)
         if centred is not result:
             result.copy_(centred)
@@ -186,8 +186,10 @@ def _affine(x: Tensor, out: Tensor, mean: Tensor, scale: Tensor, shift: Tensor |
     """Write (x - mean) * scale + shift into ``out``, by torch's batch norm in evaluation mode."""
     mean, scale = mean.to(x.dtype), scale.to(x.dtype)
     shift = None if shift is None else shift.to(x.dtype)
-    one, unused = torch.ones_like(mean), mean.new_empty(0)
-    torch.native_batch_norm(x, scale, shift, mean, one, False, 0.0, 0.0, out=(out, unused, unused))
+    ones_like_mean, unused = torch.ones_like(mean), mean.new_empty(0)
+    torch.native_batch_norm(
+        x, scale, shift, mean, ones_like_mean, False, 0.0, 0.0, out=(out, unused, unused)
+    )
 
 
 def _sums(x: Tensor, mean: Tensor, dy: Tensor | None = None) -> Tensor:
@@ -195,8 +197,8 @@ def _sums(x: Tensor, mean: Tensor, dy: Tensor | None = None) -> Tensor:
     dims = _all_but_channels(x)
     mean = _as_channels(mean, mean.dtype, x)
     sums = []
-    for part, gradient in zip(_blocks(x), _blocks(x if dy is None else dy), strict=True):
-        centred = _minus_mean(part, mean)
+    for block, gradient in zip(_blocks(x), _blocks(x if dy is None else dy), strict=True):
+        centred = _minus_mean(block, mean)
         factor = centred if dy is None else gradient.to(mean.dtype)
         sums += [factor.sum(dims), centred.mul_(factor).sum(dims)]
     return torch.stack(sums).view(-1, 2, x.size(1)).sum(0, dtype=torch.float64)
@@ -210,7 +212,7 @@ def _blocks(x: Tensor) -> Sequence[Tensor]:
     if x.dim() < 3 or samples[0].numel() <= _BLOCK:
         return samples
     length = max(1, _BLOCK * x.size(2) // samples[0].numel())
-    return [part for sample in samples for part in torch.split(sample, length, dim=2)]
+    return [block for sample in samples for block in torch.split(sample, length, dim=2)]
 
 
 def _rounded_mean(x: Tensor, stats: Statistics) -> tuple[Tensor, Tensor]:
@@ -250,7 +252,7 @@ class Chunk(NamedTuple):
     def in_graph(self) -> bool:
         """Whether a tensor of the chunk requires a gradient."""
         tensors = (self.x, self.weight, self.bias)
-        return any(one.requires_grad for one in tensors if one is not None)
+        return any(tensor.requires_grad for tensor in tensors if tensor is not None)
 
 
 class BackwardOptions(NamedTuple):
@@ -276,7 +278,7 @@ def connect(options: BackwardOptions, chunks: Sequence[Chunk]) -> list[Tensor]:
     outputs = [chunk.output for chunk in chunks]
     if not any(chunk.in_graph for chunk in chunks):
         return outputs
-    tensors = [one for chunk in chunks for one in (chunk.x, chunk.weight, chunk.bias)]
+    tensors = [tensor for chunk in chunks for tensor in (chunk.x, chunk.weight, chunk.bias)]
     with torch.enable_grad():
         results: tuple[Tensor, ...] = _Joint.apply(options, outputs, *tensors)  # type: ignore[no-untyped-call]
     pairs = zip(chunks, results, strict=True)
@@ -309,17 +311,17 @@ class _Joint(Function):
         triples = list(zip(gradients, inputs, stats, strict=True))
         sums = [gradient_sums(*triple) for triple in triples]
         if options.input_needs_grad:
-            total = torch.stack([one.to(sums[0].device) for one in sums]).sum(0)
+            total = torch.stack([tensor.to(sums[0].device) for tensor in sums]).sum(0)
             total = options.sum_ranks(total)
         needs_grad = ctx.needs_input_grad[2:]
         results: list[Tensor | None] = []
-        for index, (dy, x, own) in enumerate(triples):
+        for index, (dy, x, chunk_stats) in enumerate(triples):
             of_bias, of_weight = sums[index]
             of_x: Tensor | None = None
             x_needs, weight_needs, bias_needs = needs_grad[3 * index : 3 * index + 3]
             if x_needs:
                 total = total.to(x.device)
-                of_x = input_gradient(dy, x, total, stats=own, weight=weights[index])
+                of_x = input_gradient(dy, x, total, stats=chunk_stats, weight=weights[index])
             # Autograd casts the sums to the dtypes of the parameters.
             results += [of_x, of_weight if weight_needs else None, of_bias if bias_needs else None]
         return None, None, *results

@@ -154,21 +154,23 @@ class SynchronizedBatchNorm(_BatchNorm):
             return self._over_replicas(x, self._place, session)
         return self._over_ranks(x) if _is_shared(self.process_group) else super().forward(x)
 
-    def _over_replicas(self, x: Tensor, place: _Place, session: ReplicationSession) -> Tensor:
+    def _over_replicas(self, x: Tensor, replica: _Place, session: ReplicationSession) -> Tensor:
         self._check_input(x)
         message = moments(x.detach(), _DTYPES[self.precision]), self._chunk(x)
-        stats, output = session.rendezvous(place.layer, place.copy_id, message, self._combine)
-        if place.copy_id == 0:
+        stats, output = session.rendezvous(replica.layer, replica.copy_id, message, self._combine)
+        if replica.copy_id == 0:
             self._update_running_stats(stats)
         return self._fill(output, x, stats)
 
     def _combine(self, messages: Sequence[tuple[Moments, Chunk]]) -> list[tuple[Any, Tensor]]:
         """Merge the replicas' moments, and create their outputs in one autograd node."""
-        parts, chunks = zip(*messages, strict=True)
-        device = parts[0].mean.device
-        means = torch.stack([one.mean.to(device) for one in parts])
-        m2s = torch.stack([one.m2.to(device) for one in parts])
-        stats = self._statistics(merge([one.num_values for one in parts], means, m2s))
+        replica_moments, chunks = zip(*messages, strict=True)
+        device = replica_moments[0].mean.device
+        means = torch.stack([copy_moments.mean.to(device) for copy_moments in replica_moments])
+        m2s = torch.stack([copy_moments.m2.to(device) for copy_moments in replica_moments])
+        stats = self._statistics(
+            merge([copy_moments.num_values for copy_moments in replica_moments], means, m2s)
+        )
         input_needs_grad = any(chunk.x.requires_grad for chunk in chunks)
         outputs = connect(BackwardOptions(stats, input_needs_grad), chunks)
         return [(stats.to(output.device), output) for output in outputs]
@@ -181,13 +183,13 @@ class SynchronizedBatchNorm(_BatchNorm):
         number = self._call_counter.next_call()
         try:
             self._check_input(x)
-            own, chunk = moments(x.detach(), _DTYPES[self.precision]), self._chunk(x)
+            local_moments, chunk = moments(x.detach(), _DTYPES[self.precision]), self._chunk(x)
         except Exception as error:
             # The other ranks wait for this rank, so it sends them a message with a flag.
             _merge_ranks(self, no_moments(self.num_features, x.device), _FAILED, number, error)
             raise
         flags = chunk.in_graph * _IN_GRAPH + chunk.x.requires_grad * _INPUT_NEEDS_GRAD
-        merged, input_needs_grad = _merge_ranks(self, own, flags, number)
+        merged, input_needs_grad = _merge_ranks(self, local_moments, flags, number)
         stats = self._statistics(merged)
         self._update_running_stats(stats)
         sum_ranks = partial(_sum_ranks, type(self).__name__, self.process_group, number)
@@ -199,11 +201,11 @@ class SynchronizedBatchNorm(_BatchNorm):
         return statistics(merged, self.eps, mode)._replace(precision=_DTYPES[self.precision])
 
     def _chunk(self, x: Tensor) -> Chunk:
-        given: list[Tensor | None] = [self.weight, self.bias]
+        params: list[Tensor | None] = [self.weight, self.bias]
         if not torch.is_grad_enabled():
             x = x.detach()
-            given = [one if one is None else one.detach() for one in given]
-        return Chunk(x, torch.empty_like(x), *given)
+            params = [param if param is None else param.detach() for param in params]
+        return Chunk(x, torch.empty_like(x), *params)
 
     @torch.no_grad()
     def _fill(self, output: Tensor, x: Tensor, stats: Statistics) -> Tensor:
@@ -224,8 +226,8 @@ class SynchronizedBatchNorm(_BatchNorm):
                 factor = 1.0 / float(self.num_batches_tracked)
         factor = factor or 0.0
         unbiased_var = stats.var * (stats.num_values / (stats.num_values - 1))
-        new = (stats.mean, unbiased_var)
-        for buffer, value in zip((self.running_mean, self.running_var), new, strict=True):
+        new_values = (stats.mean, unbiased_var)
+        for buffer, value in zip((self.running_mean, self.running_var), new_values, strict=True):
             assert buffer is not None
             buffer.lerp_(value.to(buffer.dtype), factor)
 
@@ -297,7 +299,7 @@ def _number_layer(layer: SynchronizedBatchNorm, group: distributed.ProcessGroup)
 
 def _merge_ranks(
     layer: SynchronizedBatchNorm,
-    own: Moments,
+    local_moments: Moments,
     flags: int,
     number: int,
     problem: Exception | None = None,
@@ -307,19 +309,19 @@ def _merge_ranks(
     Every rank must call this, even if it has no values or its forward failed.
 
     Args:
-        own: the moments of this rank.
+        local_moments: the moments of this rank.
         flags: the flags of this rank.
         number: the number of this call, which must be the same on all ranks.
         problem: the error of this rank's forward, if it failed.
     """
-    group, device = layer.process_group, own.mean.device
-    values = torch.cat([own.mean, own.m2])
+    group, device = layer.process_group, local_moments.mean.device
+    values = torch.cat([local_moments.mean, local_moments.m2])
     message = values.new_empty(
         _HEADER + values.numel(), device=comm_device(group, prefer=values.device)
     )
     # Filled one by one, because copying a list to the GPU would wait for it.
-    for index, one in enumerate((own.num_values, flags, number)):
-        message[index].fill_(one)
+    for index, value in enumerate((local_moments.num_values, flags, number)):
+        message[index].fill_(value)
     message[_HEADER:].copy_(values)
     rows = message.new_empty(distributed.get_world_size(group), message.numel())
     with calling(
@@ -329,7 +331,9 @@ def _merge_ranks(
     counts, all_flags, numbers = rows[:, :_HEADER].long().t().tolist()
     _check_ranks(layer, all_flags, numbers, problem)
     means, m2s = rows[:, _HEADER:].to(device).tensor_split(2, dim=1)
-    return merge(counts, means, m2s), any(one & _INPUT_NEEDS_GRAD for one in all_flags)
+    return merge(counts, means, m2s), any(
+        rank_flags & _INPUT_NEEDS_GRAD for rank_flags in all_flags
+    )
 
 
 def _check_ranks(
@@ -341,13 +345,15 @@ def _check_ranks(
     """Raise CollectiveError on every rank if a rank failed or the ranks are in different calls."""
     name, group = type(layer).__name__, layer.process_group
     members = distributed.get_process_group_ranks(group)
-    if any(one & _FAILED for one in flags):
+    if any(rank_flags & _FAILED for rank_flags in flags):
         text = f"{type(problem).__name__}: {problem}" if problem else ""
         texts = zip(members, all_gather_object(text, group=group), strict=True)
-        listed = "; ".join(f"rank {rank}: {one}" for rank, one in texts if one)
+        listed = "; ".join(f"rank {rank}: {text}" for rank, text in texts if text)
         raise CollectiveError(f"{name} cannot continue: {listed}") from problem
-    outside = [rank for rank, one in zip(members, flags, strict=True) if not one & _IN_GRAPH]
-    if outside and any(one & _INPUT_NEEDS_GRAD for one in flags):
+    outside = [
+        rank for rank, rank_flags in zip(members, flags, strict=True) if not rank_flags & _IN_GRAPH
+    ]
+    if outside and any(rank_flags & _INPUT_NEEDS_GRAD for rank_flags in flags):
         raise CollectiveError(
             f"{name} must run with gradients on all ranks or on none, but ranks {outside} run it "
             "without (under no_grad, or because no tensor requires a gradient), and the backward "

@@ -74,7 +74,7 @@ def capture(model: nn.Module, batch: Any) -> Captured:
     Raises:
         NotCompilableError: the forward cannot be one graph, or has side effects.
     """
-    if any(one.requires_grad for _, one in tensors_in(batch)):
+    if any(tensor.requires_grad for _, tensor in tensors_in(batch)):
         raise NotCompilableError(
             "tensors of the batch require gradients, which a compiled step does not compute"
         )
@@ -91,10 +91,10 @@ def capture(model: nn.Module, batch: Any) -> Captured:
         guards = entries[0].guard_manager
     except Exception as error:
         raise NotCompilableError(_explanation(error)) from error
-    outputs = {id(one): at for at, one in enumerate(marks)}
-    tensors = {name: one for name, one in logs.items() if isinstance(one, Tensor)}
-    constants = {name: one for name, one in logs.items() if name not in tensors}
-    if any(isinstance(one, Tensor) for one in tree_leaves(constants)):
+    outputs = {id(mark): at for at, mark in enumerate(marks)}
+    tensors = {name: value for name, value in logs.items() if isinstance(value, Tensor)}
+    constants = {name: value for name, value in logs.items() if name not in tensors}
+    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(constants)):
         raise NotCompilableError("one of its logs is a list or dict of tensors")
     if not {id(total), *map(id, tensors.values())} <= {*outputs}:
         raise NotCompilableError("one of its losses or logs is itself a parameter or an input")
@@ -107,7 +107,7 @@ def capture(model: nn.Module, batch: Any) -> Captured:
         graph,
         reads,
         outputs[id(total)],
-        {name: outputs[id(one)] for name, one in tensors.items()},
+        {name: outputs[id(tensor)] for name, tensor in tensors.items()},
         constants,
         guards.root.check,
         is_alive,
@@ -123,7 +123,7 @@ def _traced(
     The result contains the markers instead of tensors. They show which outputs of the graph are the
     sum of the losses and the logs.
     """
-    found: list[tuple[GraphModule, list[tuple[str, Any]], list[Tensor]]] = []
+    traces: list[tuple[GraphModule, list[tuple[str, Any]], list[Tensor]]] = []
     errors: list[NotCompilableError] = []
 
     def backend(graph: GraphModule, inputs: list[Any]) -> Callable[..., list[Tensor]]:
@@ -135,7 +135,7 @@ def _traced(
             raise
         returned: Any = graph.graph.output_node().args[0]
         marks = [torch.empty(()) for _ in returned]
-        found.append((graph, reads, marks))
+        traces.append((graph, reads, marks))
         return lambda *_: marks
 
     compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
@@ -145,9 +145,9 @@ def _traced(
         if errors:
             raise errors[0] from None
         raise
-    if len(found) != 1:
+    if len(traces) != 1:
         raise NotCompilableError("torch.compile is disabled for its forward, or finds no tensors")
-    return found[0], result
+    return traces[0], result
 
 
 def _fetcher(
@@ -156,7 +156,7 @@ def _fetcher(
     """Return a function that evaluates Dynamo's expressions for the parameters and buffers."""
     pairs = zip(graph.graph.find_nodes(op="placeholder"), reads, strict=True)
     expressions = [_expression(node) for node, (kind, _) in pairs if kind == "model"]
-    code = f"lambda L: ({''.join(f'{one}, ' for one in expressions)})"
+    code = f"lambda L: ({''.join(f'{expression}, ' for expression in expressions)})"
     fetch: Callable[[dict[str, Any]], tuple[Any, ...]] = eval(code, {**variables, "G": variables})
     return fetch
 
@@ -166,14 +166,16 @@ def _sources(
 ) -> Iterator[tuple[str, Any]]:
     """Return the source of each input of the graph, for ``Captured.reads``."""
     sources: dict[int, tuple[str, Any]]
-    sources = {id(one): ("batch", path) for path, one in tensors_in(batch)}
-    sources |= {id(one): ("model", id(one)) for one in (*model.parameters(), *model.buffers())}
+    sources = {id(tensor): ("batch", path) for path, tensor in tensors_in(batch)}
+    sources |= {
+        id(tensor): ("model", id(tensor)) for tensor in (*model.parameters(), *model.buffers())
+    }
     if any(str(node.target) in _CONTROL_FLOW for node in graph.graph.nodes):
         raise NotCompilableError("its forward uses torch.cond or another operator of control flow")
-    for node, one in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
-        if id(one) in sources:
-            yield sources[id(one)]
-        elif isinstance(one, Tensor) and not str(node.target).startswith("random_value"):
+    for node, graph_input in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if id(graph_input) in sources:
+            yield sources[id(graph_input)]
+        elif isinstance(graph_input, Tensor) and not str(node.target).startswith("random_value"):
             name = _users_name(_expression(node)).removeprefix("___from_numpy(").rstrip(")")
             raise NotCompilableError(
                 f"its forward reads {name}, which is not a parameter, a buffer or a tensor of the "
@@ -200,11 +202,11 @@ def tensors_in(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
     if isinstance(data, Tensor):
         yield path, data
     elif isinstance(data, dict):
-        for key, one in data.items():
-            yield from tensors_in(one, (*path, key))
+        for key, value in data.items():
+            yield from tensors_in(value, (*path, key))
     elif isinstance(data, (list, tuple)):
-        for at, one in enumerate(data):
-            yield from tensors_in(one, (*path, at))
+        for at, value in enumerate(data):
+            yield from tensors_in(value, (*path, at))
 
 
 def batch_reader(paths: list[tuple[Any, ...]]) -> Callable[[Any], list[Tensor]]:
@@ -219,10 +221,12 @@ def _explanation(error: Exception) -> str:
     text = str(error)
     if "certain side effects" in text:
         names = dict.fromkeys(map(_users_name, re.findall(r"\"(L\['.*?)\"[,\]]", text)))
-        what = f"attributes of {', '.join(names)}" if names else "global variables or other objects"
-        return f"its forward changes {what}; only buffers may change, and in place"
-    for known, plain in _PLAIN.items():
-        if known in text:
+        subject = (
+            f"attributes of {', '.join(names)}" if names else "global variables or other objects"
+        )
+        return f"its forward changes {subject}; only buffers may change, and in place"
+    for fragment, plain in _PLAIN.items():
+        if fragment in text:
             return f"{plain}{_line(text)}"
     explained = re.search(r"Explanation: (.*)", text)
     reason = explained.group(1).strip() if explained else first_line(error)

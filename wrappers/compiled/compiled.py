@@ -69,12 +69,12 @@ class StepVariant:
         self._pick = batch_reader([where for kind, where in captured.reads if kind == "batch"])
         self._names = [*captured.logs]
         self._constants = captured.constants
-        self._places = places = StepTensors(model, self._optimizer)
-        self._trained = places.trained_tensors()
+        self._places = step_tensors = StepTensors(model, self._optimizer)
+        self._trained = step_tensors.trained_tensors()
         self._shared = shared_buffers(wrapper) if plan.ranks > 1 else []
         self.failure: NotCompilableError | None = None
         self._uses, self._verifier = 0, Verifier(model, self._optimizer, self._device)
-        with _state_on(self._device, places):
+        with _state_on(self._device, step_tensors):
             self._make(captured, optim_wrapper, batch)
             self._contract = Contract(wrapper, optim_wrapper, captured, batch)
         if not self._contract.holds(batch):
@@ -86,25 +86,29 @@ class StepVariant:
         self._addresses = self._located()
 
     def _make(self, captured: Captured, optim_wrapper: Any, batch: Any) -> None:
-        places, plan, device = self._places, self._plan, self._device
+        step_tensors, plan, device = self._places, self._plan, self._device
         # A learning rate may be a tensor that changes in place.
-        self._rates = [_Number(one["lr"], device) for one in self._optimizer.param_groups]
+        self._rates = [_Number(group["lr"], device) for group in self._optimizer.param_groups]
         self._loss_factor, self._gradient_factor = _Number(1.0, device), _Number(1.0, device)
-        steps = StepFunctions(places, plan, _forward(captured, places), self._clip)
+        steps = StepFunctions(step_tensors, plan, _forward(captured, step_tensors), self._clip)
         weighs = optim_wrapper.loss_weight is not None
         tensors = GraphInputs(
-            places.parameters,
-            places.buffers,
-            [state[name] for _, name, state in places.states()],
-            [one.tensor for one in self._rates],
+            step_tensors.parameters,
+            step_tensors.buffers,
+            [state[name] for _, name, state in step_tensors.states()],
+            [rate.tensor for rate in self._rates],
             [self._loss_factor.tensor, self._gradient_factor.tensor] if weighs else [],
             self._kept_gradients(),
             self._pick(batch),
         )
-        if len(devices := {str(one.device) for one in tensors.flat()}) > 1:
+        if len(devices := {str(tensor.device) for tensor in tensors.flat()}) > 1:
             raise NotCompilableError(f"there are tensors on {' and on '.join(sorted(devices))}")
-        named = zip(places.names, places.parameters, strict=False)
-        if alone := [name for name, one in named if one.requires_grad and not places.updates(one)]:
+        named = zip(step_tensors.names, step_tensors.parameters, strict=False)
+        if alone := [
+            name
+            for name, tensor in named
+            if tensor.requires_grad and not step_tensors.updates(tensor)
+        ]:
             raise NotCompilableError(
                 f"{alone[0]} gets gradients, but the optimizer does not update it"
             )
@@ -116,9 +120,9 @@ class StepVariant:
             self._fixed = [*tensors.parameters, *tensors.buffers, *tensors.loss_factors]
             self._run = self._program(steps.joined_gradients, replace(tensors, states=[], rates=[]))
             self._moved = [*tensors.parameters, *moved]
-            parts = join_gradients(self._trained, [None] * len(self._trained))
+            joined = join_gradients(self._trained, [None] * len(self._trained))
             self._update = self._program(
-                steps.update_by_joined, replace(tensors, buffers=[], held=parts, batch=[])
+                steps.update_by_joined, replace(tensors, buffers=[], held=joined, batch=[])
             )
         else:
             self._fixed = [*tensors.parameters, *tensors.buffers, *moved]
@@ -132,9 +136,9 @@ class StepVariant:
         program = self._compiler(trace(function, tensors), flat)
         if not flat[0].is_cuda:
             return program
-        held = len(tensors.held)
+        num_held = len(tensors.held)
         warm_up(program, flat)
-        return CudaGraph(program, flat, given=held + len(tensors.batch), changed=held)
+        return CudaGraph(program, flat, num_given=num_held + len(tensors.batch), changed=num_held)
 
     def fits(self, plan: GradientPlan, batch: Any) -> bool:
         """Return whether this variant computes what the usual step would compute now."""
@@ -147,7 +151,7 @@ class StepVariant:
     def _located(self) -> list[int]:
         """Return the addresses of tensors that a CUDA graph uses; none without a CUDA graph."""
         is_graph = isinstance(self._run, CudaGraph)
-        return [one.data_ptr() for one in self._fixed] if is_graph else []
+        return [tensor.data_ptr() for tensor in self._fixed] if is_graph else []
 
     def is_outdated(self, plan: GradientPlan, batch: Any) -> bool:
         """Return whether a variant that does not fit was invalidated by a change after few uses."""
@@ -227,29 +231,29 @@ class StepVariant:
         logs = dict(zip(self._names, outputs, strict=False))
         return {**logs, **self._constants} if self._constants else logs
 
-    def _average_and_update(self, parts: list[Tensor], window: Any, is_due: bool) -> list[Tensor]:
+    def _average_and_update(self, joined: list[Tensor], window: Any, is_due: bool) -> list[Tensor]:
         """Sum the gradients over the ranks and update; return a list with their norm, or []."""
         assert self._update is not None
         window.add_weight()
         window.start_reduction()
-        _sum_over_ranks(parts, self._group)
+        _sum_over_ranks(joined, self._group)
         self._gradient_factor.set(window.gradient_factor())
         if not is_due:
-            return self._update([*self._moved, *parts])
+            return self._update([*self._moved, *joined])
         # Copies, because clipping changes the gradients in place.
-        kept = [one.clone() for one in parts]
+        copies = [tensor.clone() for tensor in joined]
         try:
-            return self._verified_update(parts, kept)
+            return self._verified_update(joined, copies)
         except NotCompilableError as reason:
             # The other ranks have already run this step, so run it in eager mode.
             self.failure = reason
-            norm = update(self._places, self._clip, self._gradient_factor.tensor, kept)
+            norm = update(self._places, self._clip, self._gradient_factor.tensor, copies)
             self._optimizer.zero_grad()
             return [] if norm is None else [norm]
 
     def _kept_gradients(self) -> list[Tensor]:
         pairs = zip(self._trained, self._plan.held, strict=True) if self._plan.held else ()
-        return [one.grad for one, is_held in pairs if is_held and one.grad is not None]
+        return [param.grad for param, is_held in pairs if is_held and param.grad is not None]
 
     def _verified_step(self, inputs: list[Tensor], batch: Any) -> list[Tensor]:
         loss_factor, gradient_factor = self._loss_factor.value, self._gradient_factor.value
@@ -272,31 +276,33 @@ class StepVariant:
 
         def made(outputs: list[Tensor]) -> dict[str, dict[str, Tensor]]:
             values = {"logs": dict(zip(self._names, outputs, strict=False))}
-            rest = outputs[count:]
+            remaining = outputs[count:]
             if not is_whole:
-                values["gradients"] = dict(enumerate(rest))  # type: ignore[arg-type]
+                values["gradients"] = dict(enumerate(remaining))  # type: ignore[arg-type]
             elif plan.updates:
-                values["norm"] = dict(zip([_NORM], rest, strict=False))
+                values["norm"] = dict(zip([_NORM], remaining, strict=False))
             else:
-                new = dict(zip((self._trained[at] for at in self._kept), rest, strict=True))
-                own = zip(self._places.names, self._places.parameters, strict=False)
-                grads = ((name, new.get(one, one.grad)) for name, one in own)
-                values["gradients"] = {name: one for name, one in grads if one is not None}
+                new_grads = dict(
+                    zip((self._trained[at] for at in self._kept), remaining, strict=True)
+                )
+                named_params = zip(self._places.names, self._places.parameters, strict=False)
+                grads = ((name, new_grads.get(param, param.grad)) for name, param in named_params)
+                values["gradients"] = {name: grad for name, grad in grads if grad is not None}
             return {**values, **changed_values(self._places)}
 
         try:
             return self._verifier.run(self._uses, partial(self._run, inputs), made, usual)
         except NotCompilableError:
-            for (_, one), (_, was) in zip(tensors_in(batch), tensors_in(before), strict=True):
-                one.copy_(was)
+            for (_, tensor), (_, was) in zip(tensors_in(batch), tensors_in(before), strict=True):
+                tensor.copy_(was)
             raise
 
-    def _verified_update(self, parts: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+    def _verified_update(self, joined: list[Tensor], copies: list[Tensor]) -> list[Tensor]:
         assert self._update is not None
 
         def usual(origin: Any, **options: Any) -> dict[str, dict[str, Tensor]]:
             step = EagerStep(origin, None, **options)
-            norm = update(step.places, self._clip, self._gradient_factor.value, kept)
+            norm = update(step.places, self._clip, self._gradient_factor.value, copies)
             values = {} if norm is None else {_NORM: norm}
             return {"norm": values, **changed_values(step.places)}
 
@@ -304,23 +310,24 @@ class StepVariant:
             values = dict(zip([_NORM], outputs, strict=False))
             return {"norm": values, **changed_values(self._places)}
 
-        program = partial(self._update, [*self._moved, *parts])
+        program = partial(self._update, [*self._moved, *joined])
         return self._verifier.run(self._uses, program, made, usual)
 
 
 def _forward(
-    captured: Captured, places: StepTensors
+    captured: Captured, step_tensors: StepTensors
 ) -> Callable[[GraphInputs], tuple[Tensor, list[Tensor]]]:
     """Return the captured losses as a function of the tensors of a step."""
-    batch = iter(range(len(places.names), len(places.names) + len(captured.reads)))
+    batch = iter(range(len(step_tensors.names), len(step_tensors.names) + len(captured.reads)))
     reads = [
-        places.index[where] if kind == "model" else next(batch) for kind, where in captured.reads
+        step_tensors.index[where] if kind == "model" else next(batch)
+        for kind, where in captured.reads
     ]
     graph = _Interpreter(captured.graph)
 
-    def forward(given: GraphInputs) -> tuple[Tensor, list[Tensor]]:
-        known = [*given.parameters, *given.buffers, *given.batch]
-        outputs = graph.run(*(known[at] for at in reads))
+    def forward(graph_inputs: GraphInputs) -> tuple[Tensor, list[Tensor]]:
+        available = [*graph_inputs.parameters, *graph_inputs.buffers, *graph_inputs.batch]
+        outputs = graph.run(*(available[at] for at in reads))
         return outputs[captured.total], [outputs[at] for at in captured.logs.values()]
 
     return forward
@@ -368,36 +375,36 @@ def shared_buffers(wrapper: Any) -> list[Tensor]:
 
 
 def _average(parameters: Iterable[Tensor], group: Any) -> None:
-    wanted = [one for one in parameters if one.requires_grad]
-    parts = join_gradients(wanted, [one.grad for one in wanted])
-    for part in parts:
-        part /= distributed.get_world_size(group)
-    _sum_over_ranks(parts, group)
-    for one, gradient in zip(wanted, split_joined(wanted, parts), strict=True):
-        one.grad = gradient
+    trained = [param for param in parameters if param.requires_grad]
+    joined = join_gradients(trained, [param.grad for param in trained])
+    for tensor in joined:
+        tensor /= distributed.get_world_size(group)
+    _sum_over_ranks(joined, group)
+    for param, gradient in zip(trained, split_joined(trained, joined), strict=True):
+        param.grad = gradient
 
 
-def _sum_over_ranks(parts: Iterable[Tensor], group: Any) -> None:
+def _sum_over_ranks(tensors: Iterable[Tensor], group: Any) -> None:
     """Sum tensors over the ranks in place; all reductions run at the same time."""
-    works = [distributed.all_reduce(one, group=group, async_op=True) for one in parts]
+    works = [distributed.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
     for work in works:
         work.wait()
 
 
 @contextmanager
-def _state_on(device: torch.device, places: StepTensors) -> Iterator[None]:
+def _state_on(device: torch.device, step_tensors: StepTensors) -> Iterator[None]:
     """Move the optimizer's state, such as step counts on the CPU, to ``device``.
 
     After an error in this context it is moved back.
     """
-    before = [(state, name, state[name]) for _, name, state in places.states()]
+    before = [(state, name, state[name]) for _, name, state in step_tensors.states()]
     try:
-        for state, name, one in before:
-            state[name] = one.to(device)
+        for state, name, value in before:
+            state[name] = value.to(device)
         yield
     except BaseException:
-        for state, name, one in before:
-            state[name] = one
+        for state, name, value in before:
+            state[name] = value
         raise
 
 
@@ -435,10 +442,11 @@ def _kind(batch: Any) -> Any:
         keys, tensors = len(batch), batch
     else:
         return None
-    if any(type(one) is not Tensor or one.is_complex() for one in tensors):
+    if any(type(tensor) is not Tensor or tensor.is_complex() for tensor in tensors):
         return None
     if len({*map(id, tensors)}) < len(tensors):
         return None
     return keys, [
-        (one.shape, one.stride(), one.dtype, one.device, one.requires_grad) for one in tensors
+        (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+        for tensor in tensors
     ]

@@ -61,31 +61,31 @@ class Contract:
         self._batch_order = key_order(batch)
         self._tables = [*_attributes_with_dicts(model)]
         self._orders = self._orders_now()
-        own = [*(one._parameters for one in model.modules())]
-        own += [one._buffers for one in model.modules()]
-        self._dicts = [one for one in own if one]
+        tensor_dicts = [*(module._parameters for module in model.modules())]
+        tensor_dicts += [module._buffers for module in model.modules()]
+        self._dicts = [tensor_dict for tensor_dict in tensor_dicts if tensor_dict]
         self._known = self._objects()
         self._ids = [*map(_ID, self._known)]
-        places = StepTensors(model, optimizer)
-        self._parameters = places.parameters
-        self._fixed = [*self._parameters, *places.buffers]
-        self._fixed += [state[name] for _, name, state in places.states()]
+        step_tensors = StepTensors(model, optimizer)
+        self._parameters = step_tensors.parameters
+        self._fixed = [*self._parameters, *step_tensors.buffers]
+        self._fixed += [state[name] for _, name, state in step_tensors.states()]
         self._layout = self._layout_now()
         self._addresses = [*map(_ADDRESS, self._fixed)]
-        self._read = [id(one) for one in self._fetch(self._scope)]
-        self._groups = [_settings(one) for one in optimizer.param_groups]
-        updated = [one for group in optimizer.param_groups for one in group["params"]]
+        self._read = [id(value) for value in self._fetch(self._scope)]
+        self._groups = [_settings(group) for group in optimizer.param_groups]
+        updated = [param for group in optimizer.param_groups for param in group["params"]]
         self._updated = [*map(_ID, updated)]
-        self._frozen = [one for one in updated if not one.requires_grad]
+        self._frozen = [param for param in updated if not param.requires_grad]
         self._owners = [vars(optimizer), vars(optim_wrapper)]
         self._wrapper = vars(wrapper)
         self._lengths = [*map(len, self._owners)]
         self._hooks = _hook_dicts(wrapper, optimizer)
-        kinds = [*{type(one) for one in model.modules()}]
+        kinds = [*{type(module) for module in model.modules()}]
         self._forwards = [*zip(kinds, map(_FORWARD, kinds), strict=True)]
         bases = {base for kind in kinds for base in kind.__mro__}
         self._classes = [
-            (one, dict(vars(one))) for one in bases if not one.__module__.startswith(_KNOWN)
+            (base, dict(vars(base))) for base in bases if not base.__module__.startswith(_KNOWN)
         ]
 
     def holds(self, batch: Any) -> bool:
@@ -102,12 +102,12 @@ class Contract:
                 and [*map(_ID, self._objects())] == self._ids
                 and self._layout_now() == self._layout
                 and ([*map(_ADDRESS, self._fixed)] == self._addresses or self._accepts_addresses())
-                and all(one.grad is None for one in self._frozen)
+                and all(param.grad is None for param in self._frozen)
                 and not any(self._hooks)
                 and not any(map(_HOOKS, self._parameters))
                 and not any(map(_LATE_HOOKS, self._parameters))
                 and all(kind.forward is forward for kind, forward in self._forwards)
-                and all(_same_methods(*one) for one in self._classes)
+                and all(_same_methods(*methods) for methods in self._classes)
                 and _SAVED_TENSORS_HOOKS(True) is None
                 and not torch.is_anomaly_enabled()
             )
@@ -133,13 +133,13 @@ class Contract:
 
     def _rates_alone_change(self) -> bool:
         groups = self._optimizer.param_groups
-        updated = chain.from_iterable(one["params"] for one in groups)
+        updated = chain.from_iterable(group["params"] for group in groups)
         if [*map(_ID, updated)] != self._updated:
             return False
         try:
             if groups != self._groups:
-                for known, group in zip(self._groups, groups, strict=False):
-                    known["lr"], known["params"] = group["lr"], group["params"]
+                for stored_group, group in zip(self._groups, groups, strict=False):
+                    stored_group["lr"], stored_group["params"] = group["lr"], group["params"]
                 return bool(groups == self._groups)
         except (RuntimeError, ValueError):
             # Comparing different tensors or arrays gives no single truth value.
@@ -204,11 +204,12 @@ def share_memory(tensors: Iterable[Tensor]) -> bool:
     """Return whether any of the tensors overlap in memory."""
     spans = sorted(
         (
-            one.data_ptr(),
-            one.data_ptr() + one.itemsize * (1 + sum(map(_reach, one.shape, one.stride()))),
+            tensor.data_ptr(),
+            tensor.data_ptr()
+            + tensor.itemsize * (1 + sum(map(_reach, tensor.shape, tensor.stride()))),
         )
-        for one in tensors
-        if one.numel()
+        for tensor in tensors
+        if tensor.numel()
     )
     return any(end > start for (_, end), (start, _) in pairwise(spans))
 
@@ -237,17 +238,17 @@ def _clip_options(optim_wrapper: Any) -> dict[str, Any]:
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group's settings; copy lists, because they may change in place."""
     return {
-        name: one if name == "params" else copy.copy(one) if isinstance(one, list) else one
-        for name, one in group.items()
+        name: value if name == "params" else copy.copy(value) if isinstance(value, list) else value
+        for name, value in group.items()
     }
 
 
-def _same_methods(kind: type, known: dict[str, Any]) -> bool:
+def _same_methods(kind: type, stored: dict[str, Any]) -> bool:
     now = vars(kind)
-    if now == known:
+    if now == stored:
         return True
     # Compares only methods here; Dynamo's guards check the values that the forward reads.
-    return all(now.get(name) is one for name, one in known.items() if _is_method(one))
+    return all(now.get(name) is value for name, value in stored.items() if _is_method(value))
 
 
 def _is_method(value: Any) -> bool:
@@ -257,11 +258,13 @@ def _is_method(value: Any) -> bool:
 def _hook_dicts(wrapper: nn.Module, optimizer: Optimizer) -> list[Any]:
     """Return the dicts of hooks that must be empty."""
     # Dynamo could check the hooks of modules too, but its guards are slower.
-    own = [getattr(one, name) for one in wrapper.modules() for name in MODULE_HOOKS]
-    everywhere = (one for name, one in vars(torch_module).items() if name.startswith("_global_"))
+    module_hooks = [getattr(module, name) for module in wrapper.modules() for name in MODULE_HOOKS]
+    everywhere = (
+        value for name, value in vars(torch_module).items() if name.startswith("_global_")
+    )
     return [
-        *(one for one in everywhere if isinstance(one, dict)),
-        *own,
+        *(value for value in everywhere if isinstance(value, dict)),
+        *module_hooks,
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
         torch_optimizer._global_optimizer_pre_hooks,

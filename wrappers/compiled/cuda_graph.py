@@ -32,12 +32,12 @@ class CudaGraph:
     """
 
     def __init__(
-        self, program: Program, inputs: Sequence[Tensor], given: int, changed: int
+        self, program: Program, inputs: Sequence[Tensor], num_given: int, changed: int
     ) -> None:
-        self._fixed, self._changed = len(inputs) - given, changed
+        self._fixed, self._changed = len(inputs) - num_given, changed
         # Keeps the constants alive that the graph reads.
         self._program = program
-        self._copies = [one.clone() for one in inputs[self._fixed :]]
+        self._copies = [tensor.clone() for tensor in inputs[self._fixed :]]
         self._graph = torch.cuda.CUDAGraph()
         with (
             _side_stream(inputs[0].device) as stream,
@@ -47,14 +47,14 @@ class CudaGraph:
             self._outputs = program([*inputs[: self._fixed], *self._copies])
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        given = inputs[self._fixed :]
-        for copy, one in zip(self._copies, given, strict=True):
-            copy.copy_(one)
+        varying = inputs[self._fixed :]
+        for copy, tensor in zip(self._copies, varying, strict=True):
+            copy.copy_(tensor)
         self._graph.replay()
-        for copy, one in zip(self._copies[: self._changed], given, strict=False):
-            one.copy_(copy)
+        for copy, tensor in zip(self._copies[: self._changed], varying, strict=False):
+            tensor.copy_(copy)
         # Copies, because the next launch writes to the same tensors.
-        return [one.clone() for one in self._outputs]
+        return [output.clone() for output in self._outputs]
 
 
 def warm_up(program: Program, inputs: Sequence[Tensor]) -> None:
@@ -64,11 +64,11 @@ def warm_up(program: Program, inputs: Sequence[Tensor]) -> None:
         NotCompilableError: the program fails, or waits for the GPU, which a capture does not allow.
     """
     with _side_stream(inputs[0].device):
-        program([one.clone() for one in inputs])
+        program([tensor.clone() for tensor in inputs])
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            program([one.clone() for one in inputs])
+            program([tensor.clone() for tensor in inputs])
         finally:
             torch.cuda.set_sync_debug_mode(before)
 

@@ -60,7 +60,7 @@ class Compiler:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     compiled: Any = torch._inductor.compile(
-                        graph, [one.detach() for one in inputs], options=settings
+                        graph, [tensor.detach() for tensor in inputs], options=settings
                     )
                 return lambda tensors: compiled(*tensors)
         except Exception as error:
@@ -104,19 +104,22 @@ def _compile(graph: GraphModule, inputs: Sequence[Tensor], path: Path) -> None:
     with warnings.catch_warnings(), tempfile.TemporaryDirectory(dir=path.parent) as folder:
         warnings.simplefilter("ignore")
         # Detached, because export does not allow parameters to be changed in place.
-        exported = torch.export.export(Flat(), tuple(one.detach() for one in inputs))
-        made = torch._inductor.aoti_compile_and_package(
+        exported = torch.export.export(Flat(), tuple(tensor.detach() for tensor in inputs))
+        package = torch._inductor.aoti_compile_and_package(
             exported, package_path=f"{folder}/step.pt2", inductor_configs=dict(_SETTINGS)
         )
         # Atomic, because another run may read the file.
-        os.replace(made, path)
+        os.replace(package, path)
 
 
 def _key(graph: GraphModule, inputs: Sequence[Tensor]) -> str:
     """Return a hash of everything that determines a program."""
     described = [
         graph.code,
-        *(f"{one.dtype} {tuple(one.shape)} {one.stride()} {one.device}" for one in inputs),
+        *(
+            f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.device}"
+            for tensor in inputs
+        ),
         *(f"{name} {value!r}" for name, value in sorted(_SETTINGS.items())),
         torch.__version__,
         torch.__config__.show(),

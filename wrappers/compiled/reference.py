@@ -49,9 +49,9 @@ class EagerStep:
         self._batch = batch
         if dtype is not None:
             self.model.to(dtype)
-            self._batch = tree_map(lambda one: _cast(one, dtype), batch)
+            self._batch = tree_map(lambda leaf: _cast(leaf, dtype), batch)
             for state in self.optimizer.state.values():
-                state.update({name: _cast(one, dtype) for name, one in state.items()})
+                state.update({name: _cast(value, dtype) for name, value in state.items()})
         if nudge:
             _nudge(self.model, nudge)
         self.places = StepTensors(self.model, self.optimizer)
@@ -60,69 +60,72 @@ class EagerStep:
         """Run forward and backward; return the logs."""
         total, logs = step_losses(self.model, self._batch)
         (total / plan.divisor * loss_factor).backward()  # type: ignore[no-untyped-call]
-        return {name: one.detach() for name, one in logs.items() if isinstance(one, Tensor)}
+        return {name: value.detach() for name, value in logs.items() if isinstance(value, Tensor)}
 
     def parts(self, plan: GradientPlan) -> list[Tensor]:
         """Return the joined gradients, scaled so that their sum over the ranks is the mean."""
-        wanted = self.places.trained_tensors()
-        return [one / plan.ranks for one in join_gradients(wanted, [one.grad for one in wanted])]
+        trained = self.places.trained_tensors()
+        return [
+            gradient / plan.ranks
+            for gradient in join_gradients(trained, [param.grad for param in trained])
+        ]
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the copied parameters, by name."""
         parameters = zip(self.places.names, self.places.parameters, strict=False)
-        return {name: one.grad for name, one in parameters if one.grad is not None}
+        return {name: param.grad for name, param in parameters if param.grad is not None}
 
 
 def update(
-    places: StepTensors,
+    step_tensors: StepTensors,
     clip: Callable[[Any], Tensor | None] | None,
     factor: float | Tensor,
-    parts: Sequence[Tensor] = (),
+    joined: Sequence[Tensor] = (),
 ) -> Tensor | None:
     """Clip the gradients and update eagerly; return the norm of the gradients.
 
     Args:
         factor: the factor of the gradients; 0 makes them zero, even if they are NaN.
-        parts: the joined gradients after their reduction; default: ``grad`` of the parameters.
+        joined: the joined gradients after their reduction; default: ``grad`` of the parameters.
     """
-    wanted = places.trained_tensors()
-    given = split_joined(wanted, parts) if parts else [one.grad for one in wanted]
-    for one, gradient in zip(wanted, given, strict=True):
+    trained = step_tensors.trained_tensors()
+    gradients = split_joined(trained, joined) if joined else [param.grad for param in trained]
+    for param, gradient in zip(trained, gradients, strict=True):
         if gradient is not None:
-            own = gradient.to(one.dtype, copy=True)
-            one.grad = torch.zeros_like(own) if factor == 0 else own.mul_(factor)
-    norm = None if clip is None else clip(places.optimizer)
-    places.optimizer.step()
+            scaled = gradient.to(param.dtype, copy=True)
+            param.grad = torch.zeros_like(scaled) if factor == 0 else scaled.mul_(factor)
+    norm = None if clip is None else clip(step_tensors.optimizer)
+    step_tensors.optimizer.step()
     return norm
 
 
 def copied(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
     """Return copies of both, including the gradients, which deepcopy does not copy."""
     copies = copy.deepcopy((model, optimizer))
-    for one, other in zip(model.parameters(), copies[0].parameters(), strict=True):
-        other.grad = None if one.grad is None else one.grad.clone()
+    for param, other in zip(model.parameters(), copies[0].parameters(), strict=True):
+        other.grad = None if param.grad is None else param.grad.clone()
     return copies
 
 
 def clone_batch(batch: Any) -> Any:
     """Return a batch with copies of its tensors."""
-    return tree_map(lambda one: one.clone() if isinstance(one, Tensor) else one, batch)
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def changed_values(places: StepTensors) -> dict[str, dict[str, Tensor]]:
+def changed_values(step_tensors: StepTensors) -> dict[str, dict[str, Tensor]]:
     """Return the tensors that an update changes: weights, buffers and the optimizer's state."""
-    names, count = places.names, places.count
+    names, count = step_tensors.names, step_tensors.count
     kinds = {
-        "weights": dict(zip(names[:count], places.parameters, strict=True)),
-        "buffers": dict(zip(names[count:], places.buffers, strict=True)),
+        "weights": dict(zip(names[:count], step_tensors.parameters, strict=True)),
+        "buffers": dict(zip(names[count:], step_tensors.buffers, strict=True)),
     }
-    for at, name, state in places.states():
+    for at, name, state in step_tensors.states():
         kinds.setdefault(name, {})[f"{names[at]}: {name}"] = state[name]
     return kinds
 
 
 def largest_difference(
-    made: Values,
+    actual: Values,
     start: Values,
     eager: Callable[..., Values],
     autocast_eps: float,
@@ -138,7 +141,7 @@ def largest_difference(
     ``_is_close``.
 
     Args:
-        made: the values that the program has computed.
+        actual: the values that the program has computed.
         start: the same tensors before the step, if they existed.
         eager: runs an eager step on copies; takes ``dtype`` and ``nudge`` of ``EagerStep``.
         autocast_eps: the rounding error of autocast's dtype; 0 without autocast.
@@ -148,7 +151,7 @@ def largest_difference(
     drawn = Draws()
     with drawn:
         usual = eager()
-    is_close = partial(_is_close, made, start=start, autocast_eps=autocast_eps, slack=slack)
+    is_close = partial(_is_close, actual, start=start, autocast_eps=autocast_eps, slack=slack)
     wrong = [kind for kind in usual if not is_close(usual, kind=kind)]
     if not wrong:
         return None
@@ -158,20 +161,20 @@ def largest_difference(
     except (RuntimeError, TypeError, ValueError, StopIteration):
         # The forward does not support double precision, or draws other random numbers there.
         exact = usual
-    others = [usual]
+    references = [usual]
     for seed in range(1, _NUDGES + 1):
         with Draws(drawn.tensors):
-            others.append(eager(nudge=seed))
+            references.append(eager(nudge=seed))
     for kind in wrong:
-        spread = max(_distance(other, exact, kind) for other in others)
+        spread = max(_distance(other, exact, kind) for other in references)
         if not is_close(exact, kind=kind, allowed=_FACTOR * spread):
-            return max(exact[kind], key=lambda name: _relative(made, exact, start, kind, name))
+            return max(exact[kind], key=lambda name: _relative(actual, exact, start, kind, name))
     return None
 
 
 def _is_close(
-    made: Values,
-    wanted: Values,
+    actual: Values,
+    expected: Values,
     *,
     start: Values,
     kind: str,
@@ -179,63 +182,65 @@ def _is_close(
     slack: float,
     allowed: float = 0.0,
 ) -> bool:
-    if list(made.get(kind, {})) != list(wanted[kind]):
+    if list(actual.get(kind, {})) != list(expected[kind]):
         return False
     tolerance = epsilon = 0.0
-    for name, one in wanted[kind].items():
-        new = made[kind][name]
-        if not one.is_floating_point():
-            if not torch.equal(one, new):
+    for name, value in expected[kind].items():
+        actual_value = actual[kind][name]
+        if not value.is_floating_point():
+            if not torch.equal(value, actual_value):
                 return False
-        elif not torch.equal(one.isfinite(), new.isfinite()):
+        elif not torch.equal(value.isfinite(), actual_value.isfinite()):
             return False
         else:
-            tolerance = max(tolerance, _TOLERANCE.get(new.dtype, 1e-3))
-            epsilon = max(epsilon, torch.finfo(new.dtype).eps)
-    size = _distance(wanted, {}, kind)
-    change = _distance(wanted, start, kind)
+            tolerance = max(tolerance, _TOLERANCE.get(actual_value.dtype, 1e-3))
+            epsilon = max(epsilon, torch.finfo(actual_value.dtype).eps)
+    size = _distance(expected, {}, kind)
+    change = _distance(expected, start, kind)
     # Half precision rounds so much that only large differences can be detected.
     limit = allowed + max(tolerance, 4 * autocast_eps) * change + 2 * epsilon * size
-    return _distance(made, wanted, kind) <= slack * limit + torch.finfo(torch.float32).tiny
+    return _distance(actual, expected, kind) <= slack * limit + torch.finfo(torch.float32).tiny
 
 
-def _distance(some: Values, others: Values, kind: str) -> float:
-    own, other = some[kind], others.get(kind, {})
-    return math.sqrt(sum(_difference(one, other.get(name)) ** 2 for name, one in own.items()))
+def _distance(values: Values, baseline: Values, kind: str) -> float:
+    tensors, other = values[kind], baseline.get(kind, {})
+    return math.sqrt(
+        sum(_difference(value, other.get(name)) ** 2 for name, value in tensors.items())
+    )
 
 
-def _difference(one: Tensor, other: Tensor | None) -> float:
-    if not one.is_floating_point():
+def _difference(tensor: Tensor, other: Tensor | None) -> float:
+    if not tensor.is_floating_point():
         return 0.0
-    finite = one.isfinite()
-    difference = one.detach().double()[finite]
+    finite = tensor.isfinite()
+    difference = tensor.detach().double()[finite]
     if other is not None:
         difference = difference - other.detach().double()[finite]
     return float(difference.norm())
 
 
-def _relative(made: Values, exact: Values, start: Values, kind: str, name: str) -> float:
-    one, new = exact[kind][name], made[kind].get(name)
-    if new is None or not torch.equal(one.isfinite(), new.isfinite()):
+def _relative(actual: Values, exact: Values, start: Values, kind: str, name: str) -> float:
+    value, actual_value = exact[kind][name], actual[kind].get(name)
+    if actual_value is None or not torch.equal(value.isfinite(), actual_value.isfinite()):
         return math.inf
-    if not one.is_floating_point():
-        return 0.0 if torch.equal(one, new) else math.inf
-    change = _difference(one, start.get(kind, {}).get(name))
-    return _difference(new, one) / max(change, 1e-300)
+    if not value.is_floating_point():
+        return 0.0 if torch.equal(value, actual_value) else math.inf
+    change = _difference(value, start.get(kind, {}).get(name))
+    return _difference(actual_value, value) / max(change, 1e-300)
 
 
-def _cast(one: Any, dtype: torch.dtype) -> Any:
-    is_number = isinstance(one, Tensor) and one.is_floating_point()
-    return one.to(dtype) if is_number else one
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    is_number = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_number else value
 
 
 def _nudge(model: nn.Module, seed: int) -> None:
     """Change each weight by at most one rounding error."""
     with torch.no_grad():
-        for one in model.parameters():
+        for param in model.parameters():
             # Computed without random numbers, which ``Draws`` would record as part of the step.
-            sign = (torch.arange(one.numel(), device=one.device) * (3 * seed + 1) // 2) % 3 - 1
-            one.mul_(1 + sign.view(one.shape).to(one.dtype) * torch.finfo(one.dtype).eps)
+            sign = (torch.arange(param.numel(), device=param.device) * (3 * seed + 1) // 2) % 3 - 1
+            param.mul_(1 + sign.view(param.shape).to(param.dtype) * torch.finfo(param.dtype).eps)
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -248,24 +253,24 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors: the numbers drawn, one list for each operation.
     """
 
-    def __init__(self, kept: list[list[Tensor]] | None = None) -> None:
+    def __init__(self, recorded: list[list[Tensor]] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tensors: list[list[Tensor]] = []
-        self._kept: Iterator[list[Tensor]] | None = None if kept is None else iter(kept)
+        self._kept: Iterator[list[Tensor]] | None = None if recorded is None else iter(recorded)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation of torch, and record or replace the numbers it has drawn."""
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
-            leaves = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
+            leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             if self._kept is None:
-                self.tensors.append([one.detach().clone() for one in leaves])
+                self.tensors.append([leaf.detach().clone() for leaf in leaves])
             else:
-                for one, kept in zip(leaves, next(self._kept), strict=True):
-                    one.copy_(kept)
-        return made
+                for leaf, recorded in zip(leaves, next(self._kept), strict=True):
+                    leaf.copy_(recorded)
+        return result
 
 
 def random_states(device: torch.device) -> list[Tensor]:

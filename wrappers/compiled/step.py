@@ -158,8 +158,8 @@ class CompiledStep:
                 return False
         if optim_wrapper.inner_count < _EAGER_WINDOWS * optim_wrapper.accumulative_counts:
             return False
-        if optim_wrapper.gates and (others := [*filter(_decides, optim_wrapper.gates)]):
-            kind = type(getattr(others[-1], "guard", others[-1])).__name__
+        if optim_wrapper.gates and (deciding := [*filter(_decides, optim_wrapper.gates)]):
+            kind = type(getattr(deciding[-1], "guard", deciding[-1])).__name__
             self._log_once(f"{kind} reads the gradients before each update")
             return False
         return True
@@ -201,8 +201,8 @@ class CompiledStep:
                 self._left = self._block - 1
             if logs is not None:
                 return logs
-        for one in self.programs:
-            one.expect_change()
+        for program in self.programs:
+            program.expect_change()
         return step_in_eager_mode(wrapper, batch, optim_wrapper) if plan.ranks > 1 else None
 
     def recheck_every(self, steps: int) -> bool:
@@ -230,7 +230,7 @@ class CompiledStep:
                 )
             if (reason := self._obstacle()) is not None:
                 raise NotCompilableError(reason)
-            self._outdated += any(one.is_outdated(plan, batch) for one in self.programs[:1])
+            self._outdated += any(program.is_outdated(plan, batch) for program in self.programs[:1])
             if self._outdated > 1:
                 raise NotCompilableError(_SETTINGS_CHANGE)
             with self._clock.compiling(device_of(self._wrapper.module)):
@@ -345,12 +345,12 @@ def _plan(wrapper: Any, optim_wrapper: Any) -> GradientPlan:
         ranks = distributed.get_world_size(wrapper.data_group)
     groups = optim_wrapper.optimizer.param_groups
     grads = [p.grad for group in groups for p in group["params"] if p.requires_grad]
-    kept: tuple[Any, ...] = ()
-    if any(one is not None for one in grads):
-        kept = tuple(None if one is None else (one.stride(), one.dtype) for one in grads)
+    layouts: tuple[Any, ...] = ()
+    if any(grad is not None for grad in grads):
+        layouts = tuple(None if grad is None else (grad.stride(), grad.dtype) for grad in grads)
     if optim_wrapper.accumulative_counts == 1:
-        return GradientPlan(kept, ranks=ranks)
-    return GradientPlan(kept, optim_wrapper.should_sync(), optim_wrapper.window_length(), ranks)
+        return GradientPlan(layouts, ranks=ranks)
+    return GradientPlan(layouts, optim_wrapper.should_sync(), optim_wrapper.window_length(), ranks)
 
 
 def _obstacles(wrapper: Any, optim_wrapper: Any, allow_custom: bool) -> Iterator[str]:
@@ -366,11 +366,13 @@ def _obstacles(wrapper: Any, optim_wrapper: Any, allow_custom: bool) -> Iterator
         return
     if optim_wrapper.scales_losses:
         yield "float16 needs loss scaling, which is not compiled; use bfloat16"
-    known = ((kind, *one) for kind, own in _METHODS for one in own.items())
-    if any(getattr_static(kind, key) is not one for kind, key, one in known):
+    members = ((kind, *member) for kind, own_members in _METHODS for member in own_members.items())
+    if any(getattr_static(kind, key) is not member for kind, key, member in members):
         yield "a method of OptimWrapper has been replaced"
     kind = type(optim_wrapper)
-    if patched := [one for one in vars(optim_wrapper) if callable(getattr(kind, one, None))]:
+    if patched := [
+        attribute for attribute in vars(optim_wrapper) if callable(getattr(kind, attribute, None))
+    ]:
         yield f"methods of the {name} have been replaced: {', '.join(patched)}"
     yield from _of_optimizer(optim_wrapper)
     yield from obstacles_of(optim_wrapper.optimizer, allow_custom)
@@ -391,19 +393,19 @@ def _of_optimizer(optim_wrapper: OptimWrapper) -> Iterator[str]:
 
 
 def _of_model(model: nn.Module) -> Iterator[str]:
-    for name, part in model.named_modules():
-        if any(getattr(part, hooks) for hooks in MODULE_HOOKS):
+    for name, child in model.named_modules():
+        if any(getattr(child, hooks) for hooks in MODULE_HOOKS):
             yield f"{name or 'the model'} has hooks"
-        if getattr(part, "sparse", False):
+        if getattr(child, "sparse", False):
             yield f"{name} has sparse gradients"
-        if isinstance(part, (nn.SyncBatchNorm, SynchronizedBatchNorm)):
+        if isinstance(child, (nn.SyncBatchNorm, SynchronizedBatchNorm)):
             yield f"{name} communicates in the forward"
-    for name, one in model.named_parameters():
-        if type(one) is not nn.Parameter or is_dtensor(one):
-            yield f"{name} is a {type(one).__name__}"
-        if one.device.type not in ("cpu", "cuda"):
-            yield f"{name} is on {one.device}; only steps on CPUs and on CUDA GPUs are compiled"
-        if one._backward_hooks or one._post_accumulate_grad_hooks:
+    for name, param in model.named_parameters():
+        if type(param) is not nn.Parameter or is_dtensor(param):
+            yield f"{name} is a {type(param).__name__}"
+        if param.device.type not in ("cpu", "cuda"):
+            yield f"{name} is on {param.device}; only steps on CPUs and on CUDA GPUs are compiled"
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
             yield f"{name} has hooks"
 
 
@@ -422,7 +424,7 @@ def _of_ddp(wrapper: Any) -> Iterator[str]:
 
 # The methods at import time, to detect replacements.
 _METHODS = [
-    (kind, {key: one for key in dir(kind) if callable(one := getattr_static(kind, key))})
+    (kind, {key: member for key in dir(kind) if callable(member := getattr_static(kind, key))})
     for kind in (OptimWrapper, AmpOptimWrapper)
 ]
 _FORWARDS = (SingleDevice.forward, StepDistributedDataParallel.forward)

@@ -54,14 +54,14 @@ class StepTensors:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         named = [*model.named_parameters(), *model.named_buffers()]
         self.names = [name for name, _ in named]
-        self._tensors = [one for _, one in named]
-        self.index = {id(one): at for at, one in enumerate(self._tensors)}
+        self._tensors = [tensor for _, tensor in named]
+        self.index = {id(tensor): at for at, tensor in enumerate(self._tensors)}
         self.count = sum(1 for _ in model.parameters())
         self.optimizer = optimizer
-        updated = [one for group in optimizer.param_groups for one in group["params"]]
-        if any(self.index.get(id(one), self.count) >= self.count for one in updated):
+        updated = [param for group in optimizer.param_groups for param in group["params"]]
+        if any(self.index.get(id(param), self.count) >= self.count for param in updated):
             raise NotCompilableError("the optimizer has parameters that are not the model's")
-        self.trained = [self.index[id(one)] for one in updated if one.requires_grad]
+        self.trained = [self.index[id(param)] for param in updated if param.requires_grad]
         self._updated = {*map(id, updated)}
 
     @property
@@ -74,9 +74,9 @@ class StepTensors:
         """The buffers of the model."""
         return self._tensors[self.count :]
 
-    def updates(self, one: Tensor) -> bool:
+    def updates(self, tensor: Tensor) -> bool:
         """Return whether the optimizer has this parameter."""
-        return id(one) in self._updated
+        return id(tensor) in self._updated
 
     def trained_tensors(self) -> list[Tensor]:
         """Return the parameters that get gradients and are updated."""
@@ -85,10 +85,10 @@ class StepTensors:
     def states(self) -> list[tuple[int, str, dict[str, Any]]]:
         """Return (position of the parameter, name, dict) for each tensor of optimizer state."""
         # Uses get(), because reading a missing key of the state, a defaultdict, would add it.
-        known = [self.optimizer.state.get(one, {}) for one in self.parameters]
+        state_dicts = [self.optimizer.state.get(param, {}) for param in self.parameters]
         return [
             (at, name, state)
-            for at, state in enumerate(known)
+            for at, state in enumerate(state_dicts)
             for name, value in state.items()
             if isinstance(value, Tensor)
         ]
@@ -100,21 +100,21 @@ class StepTensors:
             parameters: the new parameters, in the order of ``names``.
             rates: the learning rate of each group, as a tensor.
         """
-        made: Any = object.__new__(type(self.optimizer))
+        twin: Any = object.__new__(type(self.optimizer))
         # Leaves out the counter that schedulers put around ``step``.
-        vars(made).update({k: v for k, v in vars(self.optimizer).items() if k != "step"})
+        vars(twin).update({k: v for k, v in vars(self.optimizer).items() if k != "step"})
         options = {"foreach": True, "fused": None, "capturable": True}
         groups = self.optimizer.param_groups
-        made.param_groups = [
+        twin.param_groups = [
             {
                 **group,
                 **{name: value for name, value in options.items() if name in group},
-                "params": [parameters[self.index[id(one)]] for one in group["params"]],
+                "params": [parameters[self.index[id(param)]] for param in group["params"]],
                 "lr": rate,
             }
             for group, rate in zip(groups, rates, strict=True)
         ]
-        return made
+        return twin
 
 
 @dataclass
@@ -136,12 +136,12 @@ class GraphInputs:
 
     def flat(self) -> list[Tensor]:
         """Return all tensors in one list."""
-        return [one for part in vars(self).values() for one in part]
+        return [tensor for tensors in vars(self).values() for tensor in tensors]
 
     def cut(self, flat: Iterable[Tensor]) -> GraphInputs:
         """Return the tensors in ``flat``, arranged in the structure of this object."""
-        rest = iter(flat)
-        return GraphInputs(*([next(rest) for _ in part] for part in vars(self).values()))
+        remaining = iter(flat)
+        return GraphInputs(*([next(remaining) for _ in tensors] for tensors in vars(self).values()))
 
 
 class StepFunctions:
@@ -158,100 +158,102 @@ class StepFunctions:
 
     def __init__(
         self,
-        places: StepTensors,
+        step_tensors: StepTensors,
         plan: GradientPlan,
         forward: Callable[[GraphInputs], tuple[Tensor, list[Tensor]]],
         clip: Callable[[Any], Tensor | None] | None,
     ) -> None:
-        self._places, self._plan = places, plan
+        self._places, self._plan = step_tensors, plan
         self._forward, self._clip = forward, clip
-        self._keys = [(at, name) for at, name, _ in places.states()]
+        self._keys = [(at, name) for at, name, _ in step_tensors.states()]
         self.has_norm = False
         self.kept: list[int] = []
 
-    def whole(self, given: GraphInputs) -> list[Tensor]:
+    def whole(self, graph_inputs: GraphInputs) -> list[Tensor]:
         """Run a whole step.
 
         Returns the logs, followed by the norm of the gradients if the step updates and clips, or by
         the gradients to keep if it does not update.
         """
-        outputs, gradients = self._backward(given)
+        outputs, gradients = self._backward(graph_inputs)
         with torch.no_grad():
             if self._plan.updates:
-                return outputs + self.update(given, gradients)
-            held = self._plan.held or [None] * len(gradients)
-            new = {
-                at: one.contiguous()
-                for at, one in enumerate(gradients)
-                if one is not None and not held[at]
+                return outputs + self.update(graph_inputs, gradients)
+            held_layouts = self._plan.held or [None] * len(gradients)
+            new_grads = {
+                at: grad.contiguous()
+                for at, grad in enumerate(gradients)
+                if grad is not None and not held_layouts[at]
             }
-            self.kept = [*new]
-            return [*outputs, *new.values()]
+            self.kept = [*new_grads]
+            return [*outputs, *new_grads.values()]
 
-    def joined_gradients(self, given: GraphInputs) -> list[Tensor]:
+    def joined_gradients(self, graph_inputs: GraphInputs) -> list[Tensor]:
         """Run forward and backward; return the logs, followed by the joined gradients.
 
         The gradients are already divided by the number of ranks.
         """
-        outputs, gradients = self._backward(given)
-        wanted = [given.parameters[at] for at in self._places.trained]
+        outputs, gradients = self._backward(graph_inputs)
+        trained = [graph_inputs.parameters[at] for at in self._places.trained]
         with torch.no_grad():
-            return outputs + join_gradients(wanted, gradients)
+            return outputs + join_gradients(trained, gradients)
 
-    def update_by_joined(self, given: GraphInputs) -> list[Tensor]:
+    def update_by_joined(self, graph_inputs: GraphInputs) -> list[Tensor]:
         """Clip the joined gradients in ``given.held`` and update; return [norm], or [] if none."""
-        wanted = [given.parameters[at] for at in self._places.trained]
+        trained = [graph_inputs.parameters[at] for at in self._places.trained]
         with torch.no_grad():
-            return self.update(given, split_joined(wanted, given.held))
+            return self.update(graph_inputs, split_joined(trained, graph_inputs.held))
 
-    def _backward(self, given: GraphInputs) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _backward(self, graph_inputs: GraphInputs) -> tuple[list[Tensor], list[Tensor | None]]:
         leaves = [
-            one.detach().requires_grad_(own.requires_grad)
-            for one, own in zip(given.parameters, self._places.parameters, strict=True)
+            param.detach().requires_grad_(user_param.requires_grad)
+            for param, user_param in zip(
+                graph_inputs.parameters, self._places.parameters, strict=True
+            )
         ]
         plan = self._plan
-        total, logs = self._forward(replace(given, parameters=leaves))
+        total, logs = self._forward(replace(graph_inputs, parameters=leaves))
         with torch.autocast(leaves[0].device.type, enabled=False):
-            wanted = [leaves[at] for at in self._places.trained]
+            trained = [leaves[at] for at in self._places.trained]
             # Divides the loss by the number of ranks, to save a division of all gradients.
             divisor = plan.divisor * (plan.ranks if plan.updates else 1)
             scaled = total if divisor == 1 else total / divisor
-            if given.loss_factors:
-                scaled = scaled * given.loss_factors[0].to(total.dtype)
-            found = torch.autograd.grad(scaled, wanted, allow_unused=True)
-            gradients = _separate(found)
+            if graph_inputs.loss_factors:
+                scaled = scaled * graph_inputs.loss_factors[0].to(total.dtype)
+            grads = torch.autograd.grad(scaled, trained, allow_unused=True)
+            gradients = _separate(grads)
         with torch.no_grad():
-            held = iter(given.held)
+            held_grads = iter(graph_inputs.held)
             for at in (at for at, is_held in enumerate(plan.held) if is_held):
-                before, new = next(held), gradients[at]
+                before, new_grad = next(held_grads), gradients[at]
                 if plan.updates and plan.ranks > 1:
                     before = before / plan.ranks
-                if new is None:
+                if new_grad is None:
                     gradients[at] = before
                 else:
-                    gradients[at] = before + new if plan.updates else before.add_(new)
+                    gradients[at] = before + new_grad if plan.updates else before.add_(new_grad)
         # Copies, because the caller keeps the values, and one may be an input or be logged twice.
-        return [one.detach().clone() for one in logs], gradients
+        return [log.detach().clone() for log in logs], gradients
 
-    def update(self, given: GraphInputs, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    def update(self, graph_inputs: GraphInputs, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Clip and update; return a list with the norm of the gradients, empty without one."""
-        twin = self._places.twin(given.parameters, given.rates)
-        if given.loss_factors:
-            factor = given.loss_factors[1]
+        twin = self._places.twin(graph_inputs.parameters, graph_inputs.rates)
+        if graph_inputs.loss_factors:
+            factor = graph_inputs.loss_factors[1]
             # Multiplying by 0 would keep NaN.
             gradients = [
-                one if one is None else (one * factor.to(one.dtype)).where(factor != 0, 0.0)
-                for one in gradients
+                grad if grad is None else (grad * factor.to(grad.dtype)).where(factor != 0, 0.0)
+                for grad in gradients
             ]
         for at, gradient in zip(self._places.trained, gradients, strict=True):
             # Set, because clipping only uses parameters that require gradients.
-            given.parameters[at].requires_grad_().grad = gradient
-        states: dict[Tensor, dict[str, Any]] = {one: {} for one in given.parameters}
-        for (at, name), value in zip(self._keys, given.states, strict=True):
+            graph_inputs.parameters[at].requires_grad_().grad = gradient
+        states: dict[Tensor, dict[str, Any]] = {param: {} for param in graph_inputs.parameters}
+        for (at, name), value in zip(self._keys, graph_inputs.states, strict=True):
             # Adam computes powers with the number of steps, which need double precision.
             exact = value.double() if name == "step" and value.ndim == 0 else value
-            states[given.parameters[at]][name] = exact
-        known = {one: set(state) for one, state in states.items()}
+            states[graph_inputs.parameters[at]][name] = exact
+        keys = {param: set(state) for param, state in states.items()}
         twin.state = defaultdict(dict, states)
         norm = None if self._clip is None else self._clip(twin)
         settings = _settings(twin)
@@ -260,13 +262,13 @@ class StepFunctions:
         if _settings(twin) != settings:
             name = type(twin).__name__
             raise NotCompilableError(f"each step of {name} changes its attributes or settings")
-        for one in given.parameters:
-            one.requires_grad_(False).grad = None
-            if set(twin.state[one]) != known[one]:
+        for param in graph_inputs.parameters:
+            param.requires_grad_(False).grad = None
+            if set(twin.state[param]) != keys[param]:
                 raise NotReadyError("some parameters have no optimizer state yet")
-        for (at, name), value in zip(self._keys, given.states, strict=True):
-            if (new := twin.state[given.parameters[at]][name]) is not value:
-                value.copy_(new)
+        for (at, name), value in zip(self._keys, graph_inputs.states, strict=True):
+            if (new_value := twin.state[graph_inputs.parameters[at]][name]) is not value:
+                value.copy_(new_value)
         self.has_norm = norm is not None
         return [] if norm is None else [norm.clone()]
 
@@ -274,20 +276,20 @@ class StepFunctions:
 def _settings(optimizer: Any) -> list[Any]:
     """Return the attributes and settings of an optimizer, without parameters and state."""
     left_out = ("state", "param_groups")
-    own = {name: one for name, one in vars(optimizer).items() if name not in left_out}
-    return [own, *({**group, "params": None} for group in optimizer.param_groups)]
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in left_out}
+    return [attributes, *({**group, "params": None} for group in optimizer.param_groups)]
 
 
 def _separate(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Return gradients in separate memory; autograd returns one tensor for both terms of a sum."""
     separate: list[Tensor | None] = []
-    seen: set[int] = set()
-    for one in gradients:
-        if one is not None:
-            memory = one.untyped_storage()._cdata
-            one = one.clone() if memory in seen or 0 in one.stride() else one
-            seen.add(memory)
-        separate.append(one)
+    memories: set[int] = set()
+    for grad in gradients:
+        if grad is not None:
+            memory = grad.untyped_storage()._cdata
+            grad = grad.clone() if memory in memories or 0 in grad.stride() else grad
+            memories.add(memory)
+        separate.append(grad)
     return separate
 
 
@@ -298,32 +300,34 @@ def join_gradients(like: Sequence[Tensor], gradients: Sequence[Tensor | None]) -
     gradient counts as zeros.
     """
     filled = [
-        (torch.zeros_like(one) if gradient is None else gradient).reshape(-1)
-        for one, gradient in zip(like, gradients, strict=True)
+        (torch.zeros_like(tensor) if gradient is None else gradient).reshape(-1)
+        for tensor, gradient in zip(like, gradients, strict=True)
     ]
-    return [torch.cat([filled[at] for at in part]) for part in _parts(like)]
+    return [torch.cat([filled[at] for at in bucket]) for bucket in _parts(like)]
 
 
-def split_joined(like: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+def split_joined(like: Sequence[Tensor], joined: Sequence[Tensor]) -> list[Tensor]:
     """Return joined gradients in the shapes of ``like``."""
-    found: dict[int, Tensor] = {}
-    for whole, part in zip(parts, _parts(like), strict=True):
-        pieces = torch.split(whole, [like[at].numel() for at in part])
-        found |= {at: one.view_as(like[at]) for at, one in zip(part, pieces, strict=True)}
-    return [found[at] for at in range(len(like))]
+    by_index: dict[int, Tensor] = {}
+    for flat, bucket in zip(joined, _parts(like), strict=True):
+        chunks = torch.split(flat, [like[at].numel() for at in bucket])
+        by_index |= {at: chunk.view_as(like[at]) for at, chunk in zip(bucket, chunks, strict=True)}
+    return [by_index[at] for at in range(len(like))]
 
 
 def _parts(like: Sequence[Tensor]) -> list[list[int]]:
     """Return the indices of the tensors to join; large tensors are not joined with others."""
-    parts: dict[Any, list[int]] = {}
-    taken: Counter[torch.dtype] = Counter()
-    for at, one in enumerate(like):
-        if one.nbytes >= _LARGE_BYTES:
-            parts[at] = [at]
+    buckets: dict[Any, list[int]] = {}
+    num_bytes: Counter[torch.dtype] = Counter()
+    for at, tensor in enumerate(like):
+        if tensor.nbytes >= _LARGE_BYTES:
+            buckets[at] = [at]
         else:
-            parts.setdefault((one.dtype, taken[one.dtype] // _MOST_BYTES), []).append(at)
-            taken[one.dtype] += one.nbytes
-    return list(parts.values())
+            buckets.setdefault((tensor.dtype, num_bytes[tensor.dtype] // _MOST_BYTES), []).append(
+                at
+            )
+            num_bytes[tensor.dtype] += tensor.nbytes
+    return list(buckets.values())
 
 
 @contextmanager
@@ -343,15 +347,17 @@ def trace(function: Callable[[GraphInputs], list[Tensor]], tensors: GraphInputs)
     Raises:
         NotCompilableError: the function depends on values, or an operation cannot be traced.
     """
-    inputs = [one.detach() for one in tensors.flat()]
+    inputs = [tensor.detach() for tensor in tensors.flat()]
     try:
         with warnings.catch_warnings():
             # In some builds, setting the flags warns about missing hardware.
             warnings.simplefilter("ignore")
             # Without MKL-DNN, recurrent layers become matrix products, which can be compiled.
             with torch.backends.mkldnn.flags(enabled=False):
-                made = make_fx(lambda *flat: function(tensors.cut(flat)), _DECOMPOSITIONS, "fake")
-                graph = made(*inputs)
+                make_graph = make_fx(
+                    lambda *flat: function(tensors.cut(flat)), _DECOMPOSITIONS, "fake"
+                )
+                graph = make_graph(*inputs)
     except NotCompilableError:
         raise
     except Exception as error:
@@ -364,7 +370,7 @@ def trace(function: Callable[[GraphInputs], list[Tensor]], tensors: GraphInputs)
     return graph
 
 
-def _addmm(bias: Tensor, one: Tensor, other: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def _addmm(bias: Tensor, matrix: Tensor, other: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """Add the bias after the product, where the compiler can fuse it with the next operation.
 
     The negative bias is subtracted, because the compiler would turn a sum into ``addmm`` again.
@@ -373,18 +379,18 @@ def _addmm(bias: Tensor, one: Tensor, other: Tensor, *, beta: Any = 1, alpha: An
     """
     if (beta, alpha) != (1, 1) or bias.dtype.itemsize < 4 or bias.device.type != "cpu":
         return NotImplemented
-    return torch.mm(one, other) - -bias
+    return torch.mm(matrix, other) - -bias
 
 
-def _bernoulli(one: Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
+def _bernoulli(tensor: Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
     """Draw random numbers by ``native_dropout`` for tensors that are not contiguous.
 
     The order of the numbers depends on the memory layout. The compiler keeps the layout of the
     input only in ``native_dropout``.
     """
-    if one.is_contiguous() or generator is not None or one.device.type != "cpu":
+    if tensor.is_contiguous() or generator is not None or tensor.device.type != "cpu":
         return NotImplemented
-    return one.copy_(torch.native_dropout(one, 1 - p, True)[1])
+    return tensor.copy_(torch.native_dropout(tensor, 1 - p, True)[1])
 
 
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {

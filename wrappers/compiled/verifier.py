@@ -47,7 +47,7 @@ class Verifier:
         self,
         step: int,
         program: Callable[[], list[Tensor]],
-        made: Callable[[list[Tensor]], Any],
+        read_actual: Callable[[list[Tensor]], Any],
         usual: Callable[..., Any],
     ) -> list[Tensor]:
         """Run a program, compare it with an eager step and return its outputs.
@@ -55,7 +55,7 @@ class Verifier:
         Args:
             step: number of this step of the program, from 1.
             program: runs the program.
-            made: takes the program's outputs and returns all values that it has computed.
+            read_actual: takes the program's outputs and returns all values that it has computed.
             usual: computes the same values by an eager step on copies of its first argument; takes
                 ``dtype`` and ``nudge`` of ``EagerStep``.
 
@@ -83,7 +83,9 @@ class Verifier:
             with _restored(self._model):
                 # A later mismatch ends the training, so only a clear difference counts.
                 slack = 1.0 if step <= 2 else _SLACK
-                wrong = largest_difference(made(outputs), start, eager, self._autocast_eps(), slack)
+                wrong = largest_difference(
+                    read_actual(outputs), start, eager, self._autocast_eps(), slack
+                )
         except Exception as error:
             self._undo(origin, before)
             reason = f"running or comparing the compiled step fails: {first_line(error)}"
@@ -118,17 +120,17 @@ class Verifier:
 
     @torch.no_grad()
     def _undo(self, origin: Any, draws: Sequence[Tensor]) -> None:
-        own, kept = StepTensors(self._model, self._optimizer), StepTensors(*origin)
-        pairs = [*zip(own.parameters, kept.parameters, strict=True)]
-        pairs += zip(own.buffers, kept.buffers, strict=True)
-        states = zip(own.states(), kept.states(), strict=True)
+        current, original = StepTensors(self._model, self._optimizer), StepTensors(*origin)
+        pairs = [*zip(current.parameters, original.parameters, strict=True)]
+        pairs += zip(current.buffers, original.buffers, strict=True)
+        states = zip(current.states(), original.states(), strict=True)
         pairs += [(mine[name], before[name]) for (_, name, mine), (_, _, before) in states]
-        for one, before in pairs:
-            one.copy_(before)
-            if one.grad is None or before.grad is None:
-                one.grad = before.grad
+        for tensor, before in pairs:
+            tensor.copy_(before)
+            if tensor.grad is None or before.grad is None:
+                tensor.grad = before.grad
             else:
-                one.grad.copy_(before.grad)
+                tensor.grad.copy_(before.grad)
         set_random_states(self._device, draws)
 
 
@@ -141,15 +143,20 @@ def _restored(model: nn.Module) -> Iterator[None]:
     """
     tensors = [*model.parameters(), *model.buffers()]
     before = [
-        (one, one.detach().clone(), one.grad, None if one.grad is None else one.grad.clone())
-        for one in tensors
+        (
+            tensor,
+            tensor.detach().clone(),
+            tensor.grad,
+            None if tensor.grad is None else tensor.grad.clone(),
+        )
+        for tensor in tensors
     ]
     try:
         yield
     finally:
         with torch.no_grad():
-            for one, value, grad, numbers in before:
-                one.copy_(value)
-                one.grad = grad
+            for tensor, value, grad, numbers in before:
+                tensor.copy_(value)
+                tensor.grad = grad
                 if grad is not None and numbers is not None:
                     grad.copy_(numbers)

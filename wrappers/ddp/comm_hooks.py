@@ -155,10 +155,10 @@ class PostLocalSGD(CommHook):
                 f"comm_hook: subgroup_size must divide the {len(ranks)} ranks of the group, got "
                 f"{size}"
             )
-        rows = sorted({tuple(one) for one in all_gather_object(ranks)})
-        parts = [list(row[at : at + size]) for row in rows for at in range(0, len(row), size)]
+        rows = sorted({tuple(rank_list) for rank_list in all_gather_object(ranks)})
+        rank_groups = [list(row[at : at + size]) for row in rows for at in range(0, len(row), size)]
         subgroup: ProcessGroup
-        subgroup, _ = distributed.new_subgroups_by_enumeration(parts)  # type: ignore[no-untyped-call]
+        subgroup, _ = distributed.new_subgroups_by_enumeration(rank_groups)  # type: ignore[no-untyped-call]
         return subgroup
 
 
@@ -211,9 +211,11 @@ def unannotated(function: HookFunction) -> HookFunction:
 def _find(name: str, table: Registry = COMM_HOOKS) -> Any:
     found = table.get(name)
     if found is None:
-        known = ", ".join(COMM_HOOKS)
+        choices = ", ".join(COMM_HOOKS)
         hint = did_you_mean(name, list(COMM_HOOKS))
-        raise ValueError(f"comm_hook must be one of {known}, or an import path, got {name!r}{hint}")
+        raise ValueError(
+            f"comm_hook must be one of {choices}, or an import path, got {name!r}{hint}"
+        )
     return found
 
 

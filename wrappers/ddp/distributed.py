@@ -135,7 +135,7 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
         self._is_weighed = self._is_joined = False
         ignored = self.parameters_to_ignore
         named = module.named_parameters()
-        names = [name for name, one in named if one.requires_grad and name not in ignored]
+        names = [name for name, param in named if param.requires_grad and name not in ignored]
         # The keys are the indices that torch's reducer uses in its error messages.
         indices = range(len(names))[::-1] if self._is_reversed else range(len(names))
         self._trainable = dict(zip(indices, names, strict=True))
@@ -308,8 +308,8 @@ def _explain_unused(error: BaseException, names: Mapping[int, str], failure: str
             "bare model and clear the gradients. The failed update changed neither weights nor "
             "optimizer"
         ) from error
-    found = re.search(r"did not receive grad for rank \d+:((?:\s\d+)+)", text)
-    indices = set(map(int, found.group(1).split())) if found else set()
+    match = re.search(r"did not receive grad for rank \d+:((?:\s\d+)+)", text)
+    indices = set(map(int, match.group(1).split())) if match else set()
     raise UnusedParametersError([name for at, name in names.items() if at in indices]) from error
 
 
@@ -324,6 +324,10 @@ def _join_options(setting: bool | Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     """Replace the option ``broadcast_buffers`` by its new name if torch knows the new one."""
-    new, old = "forward_sync_buffers", options.pop("broadcast_buffers", None)
-    name = new if new in _TORCH_OPTIONS and options.get(new) is None else "broadcast_buffers"
-    return options if old is None else {**options, name: old}
+    new_name, old_value = "forward_sync_buffers", options.pop("broadcast_buffers", None)
+    name = (
+        new_name
+        if new_name in _TORCH_OPTIONS and options.get(new_name) is None
+        else "broadcast_buffers"
+    )
+    return options if old_value is None else {**options, name: old_value}

@@ -57,9 +57,9 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
 
     averages_ranks = True
     passed_on = [
-        one.replace(kind=one.KEYWORD_ONLY)
-        for one in StepDistributedDataParallel.config_signature().parameters.values()
-        if one.name not in _NOT_FOR_CHILDREN
+        parameter.replace(kind=parameter.KEYWORD_ONLY)
+        for parameter in StepDistributedDataParallel.config_signature().parameters.values()
+        if parameter.name not in _NOT_FOR_CHILDREN
     ]
 
     def __init__(
@@ -155,7 +155,9 @@ class _Child(StepDistributedDataParallel):
         self._thawed = thawed
         ignored, kind = self.parameters_to_ignore, SeparateDistributedDataParallel.__name__
         self._layout = LayoutWatch(kind, module, ignored, f"{name}.")
-        self._trainable = {at: f"{name}.{one}" for at, one in self._trainable.items()}
+        self._trainable = {
+            at: f"{name}.{trainable_name}" for at, trainable_name in self._trainable.items()
+        }
         untyped: Any = self
         untyped.register_load_state_dict_pre_hook(_rename_weights)
 
@@ -182,7 +184,7 @@ class _Child(StepDistributedDataParallel):
 def check_children(module: nn.Module) -> None:
     """Raise ValueError unless every trained parameter is in a child that can be wrapped."""
     kind = type(module).__name__
-    direct = [name for name, one in module.named_parameters(recurse=False) if one.requires_grad]
+    direct = [name for name, param in module.named_parameters(recurse=False) if param.requires_grad]
     if direct:
         raise ValueError(
             f"SeparateDistributedDataParallel averages the gradients of {kind}'s children only, "
@@ -207,7 +209,7 @@ def _is_trained(child: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in child.parameters())
 
 
-def _rename_weights(child: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _rename_weights(child: nn.Module, state: dict[str, Any], prefix: str, *load_args: Any) -> None:
     """Rename the weights of a child for loading into its wrapper."""
     inner = f"{prefix}module."
     for name in [name for name in state if name.startswith(prefix)]:
@@ -222,7 +224,7 @@ def _rename_misfits(module: nn.Module, misfits: Any) -> None:
         names[:] = [added.sub(r"\1.", name, count=1) for name in names]
 
 
-def _rename_versions(module: nn.Module, state: Any, prefix: str, *rest: Any) -> None:
+def _rename_versions(module: nn.Module, state: Any, prefix: str, *load_args: Any) -> None:
     """Copy each child's version numbers in a state dict to the names inside its wrapper."""
     versions = getattr(state, "_metadata", None)
     if versions is None:
@@ -230,5 +232,9 @@ def _rename_versions(module: nn.Module, state: Any, prefix: str, *rest: Any) -> 
     for name, child in module.named_children():
         if isinstance(child, _Child):
             path = prefix + name
-            for one in [one for one in versions if f"{one}.".startswith(f"{path}.")]:
-                versions[f"{path}.module{one[len(path) :]}"] = versions[one]
+            for version_name in [
+                version_name
+                for version_name in versions
+                if f"{version_name}.".startswith(f"{path}.")
+            ]:
+                versions[f"{path}.module{version_name[len(path) :]}"] = versions[version_name]

@@ -39,8 +39,8 @@ def _explained(step: Callable[..., Any]) -> Callable[..., Any]:
             for root in self._roots:
                 root.reset_depth()
                 root.recover()
-            for part, advice in _ADVICE.items():
-                if part in str(error):
+            for phrase, advice in _ADVICE.items():
+                if phrase in str(error):
                     raise RuntimeError(advice) from error
             raise
 
@@ -155,15 +155,15 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         apply_sync_batchnorm(module, sync_batchnorm, self.data_group)
         roots = shard_model(module, options, meshes.shards)
         self.module = module
-        if any(one.is_meta for one in module.parameters()):
+        if any(param.is_meta for param in module.parameters()):
             materialise(module, meshes.everywhere, options.param_init_fn)
         self._uses_model_step = overrides_train_step(module)
-        self._roots = [Root(one, may_call_children=calls_children(module)) for one in roots]
+        self._roots = [Root(root, may_call_children=calls_children(module)) for root in roots]
         self._prepare_steps(detect_anomalous_params)
-        for one in self.modules():
+        for child in self.modules():
             # Batches must be on the device of the gathered blocks; shards may be on another one.
-            if isinstance(one, DataPreprocessor):
-                one.to(meshes.device)
+            if isinstance(child, DataPreprocessor):
+                child.to(meshes.device)
         self._leaves = _watch_leaves(self, self._roots) if detect_anomalous_params else {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -262,13 +262,13 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
 
 def _read(module: nn.Module, given: dict[str, Any], detect: bool) -> FsdpOptions:
     """Read the options; an error on one rank is raised on every rank."""
-    read: list[FsdpOptions] = []
+    parsed: list[FsdpOptions] = []
 
     def check() -> dict[str, Any]:
         # Not the check of a subclass, which may have other arguments.
         StepFullyShardedDataParallel.check_options(given)
         # Read only once, because options may be iterators.
-        read.append(read_options(given))
+        parsed.append(read_options(given))
         check_model(module, detect)
         return {}
 
@@ -279,18 +279,18 @@ def _read(module: nn.Module, given: dict[str, Any], detect: bool) -> FsdpOptions
     else:
         # Ranks outside of this group need not construct the wrapper, so ranks are not compared.
         check()
-    return read[0]
+    return parsed[0]
 
 
 def _watch_leaves(wrapper: nn.Module, roots: Iterable[Root]) -> dict[str, nn.Parameter]:
     """Return a dict that each forward fills with the gathered parameters, by name."""
     leaves: dict[str, nn.Parameter] = {}
-    paths = {id(one): path for path, one in wrapper.named_modules()}
+    paths = {id(module): path for path, module in wrapper.named_modules()}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def collect(unit: nn.Module, inputs: Any) -> None:
         leaves.update(unit.named_parameters(paths[id(unit)]))
 
-    for unit in (one for root in roots for one in root.units):
+    for unit in (unit for root in roots for unit in root.units):
         unit.register_forward_pre_hook(collect)
     return leaves

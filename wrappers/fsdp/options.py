@@ -110,7 +110,7 @@ _SPELLINGS = {
 # The options in **fsdp_kwargs of the wrapper, with their defaults.
 EXTRA_OPTIONS: dict[str, Any] = {
     "prefetch": None,
-    **{name: one.default for name, one in _SPELLINGS.items() if "." not in name},
+    **{name: spelling.default for name, spelling in _SPELLINGS.items() if "." not in name},
 }
 _OF_PRECISION = tuple(name.partition(".")[2] for name in _SPELLINGS if "." in name)
 # Strategy -> (whether parameters are freed after the forward, whether every host has a copy).
@@ -156,14 +156,14 @@ class FsdpOptions:
     device: torch.device | None
 
 
-def read_options(given: Mapping[str, Any]) -> FsdpOptions:
-    """Read options whose names have been checked; do not change ``given``.
+def read_options(options_given: Mapping[str, Any]) -> FsdpOptions:
+    """Read options whose names have been checked; do not change ``options_given``.
 
     Raises:
         ValueError: options contradict each other, or FSDP2 does not support a value.
         TypeError: a value has the wrong type.
     """
-    options = _read_spellings({**EXTRA_OPTIONS, **given})
+    options = _read_spellings({**EXTRA_OPTIONS, **options_given})
     blocks, policy = _read_policy(options["auto_wrap_policy"])
     free, hybrid = _STRATEGIES[options["sharding_strategy"] or "FULL_SHARD"]
     device, mesh = options["device_id"], options.get("mesh")
@@ -178,7 +178,7 @@ def read_options(given: Mapping[str, Any]) -> FsdpOptions:
         offload=_read_offload(options.get("cpu_offload")),
         free_after_forward=_read_free(options.get("reshard_after_forward"), free),
         prefetch=_read_prefetch(options),
-        ignored=tuple(one for name in names for one in _listed(name, options[name])),
+        ignored=tuple(entry for name in names for entry in _listed(name, options[name])),
         param_init_fn=_read_function("param_init_fn", options["param_init_fn"]),
         same_weights=_flag("sync_module_states", options["sync_module_states"]),
         device=None if device is None else torch.device(device),
@@ -194,7 +194,7 @@ def _read_spellings(options: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name}={value!r} has no counterpart in FSDP2: {instead}")
         if spelling.enum is not None:
             options[name] = _member(name, value, spelling)
-        same = [one for one in (*spelling.ours, name) if options.get(one) is not None]
+        same = [key for key in (*spelling.ours, name) if options.get(key) is not None]
         if value is not None and len(same) > 1:
             raise ValueError(f"{' and '.join(same)} have the same meaning: give only one of them")
     return options
@@ -215,7 +215,7 @@ def _read_groups(value: Any) -> tuple[ProcessGroup, ...]:
     if value is None:
         return ()
     groups = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    if len(groups) not in (1, 2) or not all(isinstance(one, ProcessGroup) for one in groups):
+    if len(groups) not in (1, 2) or not all(isinstance(group, ProcessGroup) for group in groups):
         raise TypeError(
             "process_group must be a process group, or two of them (for the shards and for the "
             f"copies), got {value!r}"
@@ -227,14 +227,14 @@ def _read_prefetch(options: Mapping[str, Any]) -> tuple[int, int]:
     depth = options["prefetch"]
     if depth is None:
         return int(_flag("forward_prefetch", options["forward_prefetch"] or False)), 0
-    found = (depth, depth)
+    depths = (depth, depth)
     if isinstance(depth, Mapping):
         check_options("prefetch", depth, ["forward", "backward"])
-        found = (depth.get("forward", 0), depth.get("backward", 0))
-    for one in found:
-        if isinstance(one, bool) or not isinstance(one, int) or one < 0:
+        depths = (depth.get("forward", 0), depth.get("backward", 0))
+    for value in depths:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise TypeError(f"prefetch must be a number of blocks to gather ahead, got {depth!r}")
-    return found
+    return depths
 
 
 def _read_policy(value: Any) -> tuple[BlockSpec | None, WrapPolicy | None]:
@@ -272,11 +272,11 @@ def _listed(name: str, value: Any) -> list[Any]:
         return [value]
     if not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a list of names, modules or parameters, got {value!r}")
-    items = list(value)
-    for one in items:
-        if not isinstance(one, kinds):
-            raise TypeError(f"{name} must contain names, modules or parameters, got {one!r}")
-    return items
+    entries = list(value)
+    for entry in entries:
+        if not isinstance(entry, kinds):
+            raise TypeError(f"{name} must contain names, modules or parameters, got {entry!r}")
+    return entries
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -289,7 +289,7 @@ def _member(name: str, value: Any, spelling: _Spelling) -> str | None:
     """Return the name of an enum member that was given by name or as the member itself."""
     enum = spelling.enum
     value = value.name if isinstance(value, enum) else value
-    allowed = [one.name for one in enum]
+    allowed = [member.name for member in enum]
     if value is not None and not isinstance(value, str):
         raise TypeError(
             f"{name} must be one of {', '.join(allowed)}, or a {enum.__name__}, got {value!r}"
@@ -321,7 +321,7 @@ def _split_type(value: Any) -> tuple[Any, dict[str, Any]]:
     """Return the ``type`` of a mapping and its other items; for other values, the value and {}."""
     if not isinstance(value, Mapping):
         return value, {}
-    return value.get("type"), {name: one for name, one in value.items() if name != "type"}
+    return value.get("type"), {name: option for name, option in value.items() if name != "type"}
 
 
 def _read_precision(value: Any) -> MixedPrecisionPolicy:
@@ -342,7 +342,7 @@ def _read_precision(value: Any) -> MixedPrecisionPolicy:
             f"{type(value).__name__}"
         )
     check_options("mixed_precision", value, [*_DTYPES, "cast_forward_inputs", *_OF_PRECISION])
-    _read_spellings({f"mixed_precision.{name}": one for name, one in value.items()})
+    _read_spellings({f"mixed_precision.{name}": dtype for name, dtype in value.items()})
     dtypes = {name: _read_dtype(name, value.get(name)) for name in _DTYPES}
     cast = _flag("cast_forward_inputs", value.get("cast_forward_inputs", True))
     return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=cast)
@@ -353,15 +353,15 @@ def _read_dtype(name: str, value: Any) -> torch.dtype | None:
         return value
     if not isinstance(value, str):
         raise TypeError(f"mixed_precision.{name} must be the name of a dtype, got {value!r}")
-    found = getattr(torch, value.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, value.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
         names = ["bfloat16", "float16", "float32", "float64"]
         hint = did_you_mean(value, names)
         raise ValueError(
             f"mixed_precision.{name} must be a dtype such as {', '.join(names)}, "
             f"got {value!r}{hint}"
         )
-    return found
+    return dtype
 
 
 def _read_offload(value: Any) -> OffloadPolicy:
@@ -379,8 +379,8 @@ def _read_offload(value: Any) -> OffloadPolicy:
         return OffloadPolicy()
     # Pinned memory needs the driver of an accelerator.
     has_device = torch.accelerator.is_available()
-    wanted = has_device if pin is None else _flag("cpu_offload.pin_memory", pin)
-    return CPUOffloadPolicy(pin_memory=wanted and has_device)
+    wants_pinned = has_device if pin is None else _flag("cpu_offload.pin_memory", pin)
+    return CPUOffloadPolicy(pin_memory=wants_pinned and has_device)
 
 
 class ShardingMesh(NamedTuple):
@@ -407,16 +407,16 @@ def sharding_mesh(options: FsdpOptions, model: nn.Module) -> ShardingMesh:
     """
     require_process_group("fully sharded training", "use SingleDevice")
     forget_meshes()
-    given = options.mesh
-    if isinstance(given, Mesh):
-        shards = given.fsdp
-        if shards is None or given.device_mesh is None:
+    mesh = options.mesh
+    if isinstance(mesh, Mesh):
+        shards = mesh.fsdp
+        if shards is None or mesh.device_mesh is None:
             raise ValueError(
                 "mesh must be built after the process group is initialised, but was built before"
             )
-        everywhere, group = given.device_mesh, given.data_group
+        everywhere, group = mesh.device_mesh, mesh.data_group
     else:
-        shards = given if given is not None else _create_mesh(options, _device_type(options, model))
+        shards = mesh if mesh is not None else _create_mesh(options, _device_type(options, model))
         everywhere, group = shards, _data_group(shards)
     if shards.ndim > 2 or (shards.ndim == 2 and shards.mesh_dim_names is None):
         raise ValueError(
@@ -461,8 +461,8 @@ def _create_mesh(options: FsdpOptions, device_type: str) -> DeviceMesh:
 
 
 def _mesh_of_groups(shards: ProcessGroup, copies: ProcessGroup, *, device_type: str) -> DeviceMesh:
-    own = distributed.get_process_group_ranks(shards)
-    rows = sorted({tuple(ranks) for ranks in all_gather_object(own)})
+    shard_ranks = distributed.get_process_group_ranks(shards)
+    rows = sorted({tuple(ranks) for ranks in all_gather_object(shard_ranks)})
     if len({len(row) for row in rows}) > 1 or sum(map(len, rows)) != get_world_size():
         raise ValueError(
             "the groups of the shards must have equal sizes and contain every rank once, got "

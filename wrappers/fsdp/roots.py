@@ -45,12 +45,12 @@ class Root:
     def __init__(self, module: nn.Module, *, may_call_children: bool) -> None:
         self.module: Any = module
         self.may_call_children = may_call_children
-        self.units = [one for one in module.modules() if isinstance(one, FSDPModule)]
+        self.units = [child for child in module.modules() if isinstance(child, FSDPModule)]
         for unit in self.units:
             check_torch(unit)
             unit.register_forward_hook(_refuse_double_backward)
         self._groups = [group for unit in self.units for group in groups_of(unit)]
-        self._params = [one for group in self._groups for one in group.fsdp_params]
+        self._params = [fsdp_param for group in self._groups for fsdp_param in group.fsdp_params]
         self._known = _shard_flags(self._params)
         self._shards = local_shards(self._params)
         # Whether `no_sync` is active, and whether FSDP2 has already been set accordingly.
@@ -121,8 +121,8 @@ class Root:
 
     def gathered(self, parameters: Iterable[Tensor]) -> Tensor | None:
         """Return the first of ``parameters`` that is a gathered parameter and not a shard."""
-        whole = {id(whole_of(one)) for one in self._params}
-        return next((one for one in parameters if id(one) in whole), None)
+        unsharded_ids = {id(whole_of(fsdp_param)) for fsdp_param in self._params}
+        return next((param for param in parameters if id(param) in unsharded_ids), None)
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         try:
@@ -176,8 +176,8 @@ class Root:
                 [g.is_unsharded for g in self._groups for _ in g.fsdp_params]
             )
             shards = _shard_flags(self._params)
-            for one, flag in zip(self._params, shards, strict=True):
-                _set_flag(whole_of(one), flag)
+            for fsdp_param, flag in zip(self._params, shards, strict=True):
+                _set_flag(whole_of(fsdp_param), flag)
             init_dtypes(self._groups)
         self._known = shards
 
@@ -187,13 +187,13 @@ class Root:
         Args:
             chosen: for each parameter, whether to copy; default: copy all.
         """
-        known = self._known
-        now = whole_flags(self._params, known)
-        if now == known:
+        previous = self._known
+        now = whole_flags(self._params, previous)
+        if now == previous:
             return
-        for at, one in enumerate(self._params):
-            if now[at] is not known[at] and (chosen is None or chosen[at]):
-                _set_flag(one.sharded_param, now[at])
+        for at, fsdp_param in enumerate(self._params):
+            if now[at] is not previous[at] and (chosen is None or chosen[at]):
+                _set_flag(fsdp_param.sharded_param, now[at])
         init_dtypes(self._groups)
 
 
@@ -222,7 +222,7 @@ def _use_replaced(module: nn.Module, parameters: list[Any], known: list[Tensor])
 
 
 def _shard_flags(parameters: Iterable[Any]) -> list[bool]:
-    return [one.sharded_param.requires_grad for one in parameters]
+    return [fsdp_param.sharded_param.requires_grad for fsdp_param in parameters]
 
 
 def _refuse_double_backward(unit: nn.Module, inputs: Any, output: Any) -> None:

@@ -90,18 +90,21 @@ def use_local_shard(parameter: Any) -> None:
 
 def whole_of(parameter: Any) -> Tensor | None:
     """Return the whole parameter; None before the first forward."""
-    whole: Tensor | None = getattr(parameter, "_unsharded_param", None)
-    return whole
+    unsharded: Tensor | None = getattr(parameter, "_unsharded_param", None)
+    return unsharded
 
 
 def whole_flags(parameters: Collection[Any], shards: Iterable[bool]) -> list[bool]:
     """Return ``requires_grad`` of each whole parameter, or of its shard before the first gather."""
     try:
         # Called in every forward. After the first one, all parameters have been gathered.
-        return [one._unsharded_param.requires_grad for one in parameters]
+        return [fsdp_param._unsharded_param.requires_grad for fsdp_param in parameters]
     except AttributeError:
-        pairs = ((whole_of(one), flag) for one, flag in zip(parameters, shards, strict=True))
-        return [flag if one is None else one.requires_grad for one, flag in pairs]
+        pairs = (
+            (whole_of(fsdp_param), flag)
+            for fsdp_param, flag in zip(parameters, shards, strict=True)
+        )
+        return [flag if param is None else param.requires_grad for param, flag in pairs]
 
 
 def drop_gradients(group: Any, chosen: Collection[int] | None = None) -> None:
@@ -111,15 +114,15 @@ def drop_gradients(group: Any, chosen: Collection[int] | None = None) -> None:
     whole parameters, where ``zero_grad`` does not clear them.
     """
     dropped = 0
-    for one in group.fsdp_params:
-        whole = whole_of(one)
-        if chosen is None or id(one.sharded_param) in chosen or id(whole) in chosen:
+    for fsdp_param in group.fsdp_params:
+        unsharded = whole_of(fsdp_param)
+        if chosen is None or id(fsdp_param.sharded_param) in chosen or id(unsharded) in chosen:
             dropped += 1
-            if "unsharded_accumulated_grad" in vars(one):
+            if "unsharded_accumulated_grad" in vars(fsdp_param):
                 # torch 2.15 keeps gradients only in the whole parameter.
-                one.unsharded_accumulated_grad = None
-            if whole is not None:
-                whole.grad = None
+                fsdp_param.unsharded_accumulated_grad = None
+            if unsharded is not None:
+                unsharded.grad = None
     if dropped == len(group.fsdp_params):
         # Under HSDP: gradients that are reduced over the shards, but not over the copies.
         group._partial_reduce_output = None
@@ -167,5 +170,5 @@ def call_as_forward(root: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Call ``function`` as if it were the forward of ``root``, without setting it as a method."""
     assert isinstance(root, FSDPModule)
     state: Any = root._get_fsdp_state()
-    given, named = state._pre_forward(root, args, {})
-    return state._post_forward(root, given, function(*given, **named))
+    prepared, named = state._pre_forward(root, args, {})
+    return state._post_forward(root, prepared, function(*prepared, **named))

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 def check_model(module: nn.Module, detect: bool) -> None:
     """Raise ValueError for a model that cannot be sharded with any options."""
     check_no_meta_buffers(module)
-    if any(isinstance(one, FSDPModule) for one in module.modules()):
+    if any(isinstance(child, FSDPModule) for child in module.modules()):
         raise ValueError(
             f"{type(module).__name__} is sharded already: pass the model without fully_shard, and "
             "name its blocks in shard"
@@ -61,7 +61,7 @@ def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> li
     agree(describe, mesh)
     roots = find_roots(module, ignored)
     exact = full_precision_units(module, options.precision)
-    if options.device is not None and not any(one.is_meta for one in module.parameters()):
+    if options.device is not None and not any(param.is_meta for param in module.parameters()):
         module.to(options.device)
     if options.same_weights:
         broadcast_from_first_rank([*module.parameters(), *module.buffers()], mesh)
@@ -74,11 +74,11 @@ def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> li
     # param_dtype.
     inner = replace(options.precision, output_dtype=None)
     # Innermost first, because fully_shard takes all parameters that are not in a unit yet.
-    for path, one in reversed(list(module.named_modules())):
+    for path, child in reversed(list(module.named_modules())):
         if path not in roots and (path in exact or path in units):
             policy = exact.get(path, inner)
             free = options.free_after_forward
-            fully_shard(one, mp_policy=policy, reshard_after_forward=free, **common)
+            fully_shard(child, mp_policy=policy, reshard_after_forward=free, **common)
     # With None torch keeps the root gathered, because the backward starts with it.
     free_root = False if options.free_after_forward is False else None
     for path, root in roots.items():
@@ -97,10 +97,10 @@ def _description(
     parameters = dict(module.named_parameters())
     named = {**parameters, **dict(module.named_buffers())}
     return {
-        **{name: (tuple(one.shape), str(one.dtype)) for name, one in named.items()},
-        **{f"{name}.requires_grad": one.requires_grad for name, one in parameters.items()},
+        **{name: (tuple(value.shape), str(value.dtype)) for name, value in named.items()},
+        **{f"{name}.requires_grad": param.requires_grad for name, param in parameters.items()},
         "shard": units,
-        "ignored_parameters": [name for name, one in parameters.items() if one in ignored],
+        "ignored_parameters": [name for name, param in parameters.items() if param in ignored],
         "mixed_precision": str(options.precision),
         "cpu_offload": str(options.offload),
         "reshard_after_forward": options.free_after_forward,
@@ -156,8 +156,8 @@ def find_roots(model: nn.Module, ignored: set[nn.Parameter]) -> dict[str, nn.Mod
     roots: dict[str, nn.Module] = {}
     if not calls_children(model) or not _collect_roots(model, "", ignored, roots):
         return {"": model}
-    found = [one for root in roots.values() for one in set(root.parameters())]
-    return roots if found and len(found) == len(set(found)) else {"": model}
+    params = [param for root in roots.values() for param in set(root.parameters())]
+    return roots if params and len(params) == len(set(params)) else {"": model}
 
 
 def _collect_roots(
@@ -167,10 +167,10 @@ def _collect_roots(
 
     Returns False if a parameter that is not ignored is outside of all of them.
     """
-    if any(one not in ignored for one in module.parameters(recurse=False)):
+    if any(param not in ignored for param in module.parameters(recurse=False)):
         return False
     for name, child in module.named_children():
-        if all(one in ignored for one in child.parameters()):
+        if all(param in ignored for param in child.parameters()):
             continue
         full = f"{path}.{name}" if path else name
         if type(child).forward is not nn.Module.forward:
@@ -188,36 +188,36 @@ def full_precision_units(
     These are the BatchNorm layers: their statistics are sums over many values, which would lose
     precision.
     """
-    found = {}
+    policies = {}
     for path, layer in model.named_modules():
         if path and isinstance(layer, _BatchNorm) and policy.param_dtype is not None:
             tensors = [*layer.parameters(), *layer.buffers()]
-            dtypes = {one.dtype for one in tensors if one.is_floating_point()}
+            dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
             if len(dtypes) == 1 and dtypes != {policy.param_dtype}:
                 (dtype,) = dtypes
-                found[path] = replace(policy, param_dtype=dtype, output_dtype=policy.param_dtype)
-    return found
+                policies[path] = replace(policy, param_dtype=dtype, output_dtype=policy.param_dtype)
+    return policies
 
 
 def find_ignored(model: nn.Module, named: Iterable[object]) -> set[nn.Parameter]:
     """Return the parameters in ``named``, given directly, by a module, or by a name or pattern."""
-    found: set[nn.Parameter] = set()
-    for one in named:
-        if isinstance(one, nn.Parameter):
-            found.add(one)
-        elif isinstance(one, nn.Module):
-            found.update(one.parameters())
+    ignored: set[nn.Parameter] = set()
+    for entry in named:
+        if isinstance(entry, nn.Parameter):
+            ignored.add(entry)
+        elif isinstance(entry, nn.Module):
+            ignored.update(entry.parameters())
         else:
-            found.update(find_parameters(model, str(one), "ignored parameters").values())
+            ignored.update(find_parameters(model, str(entry), "ignored parameters").values())
     parameters = model.named_parameters(remove_duplicate=False)
-    trained = [name for name, p in parameters if p in found and p.requires_grad]
+    trained = [name for name, p in parameters if p in ignored and p.requires_grad]
     if trained:
         logger.warning(
             "the gradients of ignored parameters are not averaged over the ranks, so each rank "
             "updates its own copy of %s",
             ", ".join(trained),
         )
-    return found
+    return ignored
 
 
 def check_shapes(model: nn.Module, ignored: set[nn.Parameter]) -> None:
@@ -236,7 +236,7 @@ def _by_policy(model: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
 
     def visit(module: nn.Module) -> int:
         """Apply the policy inside ``module``; return the number of elements in its blocks."""
-        count = sum(one.numel() for one in module.parameters())
+        count = sum(param.numel() for param in module.parameters())
         if not policy(module=module, recurse=True, nonwrapped_numel=count):
             return 0
         total = 0
@@ -244,10 +244,10 @@ def _by_policy(model: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
             if id(child) in chosen:
                 continue
             inside = visit(child)
-            own = sum(one.numel() for one in child.parameters())
-            if policy(module=child, recurse=False, nonwrapped_numel=own - inside):
+            size = sum(param.numel() for param in child.parameters())
+            if policy(module=child, recurse=False, nonwrapped_numel=size - inside):
                 chosen.add(id(child))
-                inside = own
+                inside = size
             total += inside
         return total
 
@@ -275,9 +275,13 @@ def _reason_against(
 
 def _drop_overlaps(units: dict[str, nn.Module], owning: set[nn.Module]) -> None:
     """Remove both of two units that share a module with parameters, unless one is in the other."""
-    parts = {path: set(unit.modules()) for path, unit in units.items()}
-    for (path, own), (other, others) in combinations(parts.items(), 2):
-        if own & others & owning and not own <= others and not others <= own:
+    modules_by_path = {path: set(unit.modules()) for path, unit in units.items()}
+    for (path, unit_modules), (other, other_modules) in combinations(modules_by_path.items(), 2):
+        if (
+            unit_modules & other_modules & owning
+            and not unit_modules <= other_modules
+            and not other_modules <= unit_modules
+        ):
             units.pop(path, None)
             units.pop(other, None)
             logger.info("%s and %s share a module and are not sharded on their own", path, other)
@@ -297,24 +301,24 @@ def _split_by_dtype(
         count: Counter[torch.dtype] = Counter()
         for module in _own_modules(root, set(units.values())):
             dtypes[module] = set()
-            for one in module.parameters(recurse=False):
-                if one.requires_grad and one not in ignored:
-                    dtypes[module].add(one.dtype)
-                    count[one.dtype] += one.numel()
+            for param in module.parameters(recurse=False):
+                if param.requires_grad and param not in ignored:
+                    dtypes[module].add(param.dtype)
+                    count[param.dtype] += param.numel()
         usual = {dtype for dtype, _ in count.most_common(1)}
-        for module, found in dtypes.items():
-            if found <= usual:
+        for module, module_dtypes in dtypes.items():
+            if module_dtypes <= usual:
                 continue
-            if len(found) > 1 or module is root:
+            if len(module_dtypes) > 1 or module is root:
                 raise ValueError(
                     "the trained parameters of a module must have one dtype, but "
                     f"{paths[module] or 'the model'} ({type(module).__name__}) has "
-                    f"{', '.join(sorted(map(str, found)))} next to parameters of {usual.pop()}; "
-                    "put them into a separate module, or use one dtype"
+                    f"{', '.join(sorted(map(str, module_dtypes)))} next to parameters of "
+                    f"{usual.pop()}; put them into a separate module, or use one dtype"
                 )
             more.add(module)
-    wanted = {*units.values(), *more}
-    return {path: one for path, one in model.named_modules() if one in wanted}
+    unit_set = {*units.values(), *more}
+    return {path: child for path, child in model.named_modules() if child in unit_set}
 
 
 def _own_modules(root: nn.Module, units: set[nn.Module]) -> Iterable[nn.Module]:

@@ -165,12 +165,12 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 def _dtype(dtype: str | torch.dtype | None, device_type: str) -> torch.dtype:
     if dtype is None:
         return torch.get_autocast_dtype(device_type)
-    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if found is None or found not in _DTYPES.values():
+    torch_dtype = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if torch_dtype is None or torch_dtype not in _DTYPES.values():
         near = nearest(str(dtype), _DTYPES, limit=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"dtype should be any of {tuple(_DTYPES)} or None, got {dtype!r}{hint}")
-    return found
+    return torch_dtype
 
 
 def _scaler_options(loss_scale: Any) -> tuple[dict[str, Any], float | None]:

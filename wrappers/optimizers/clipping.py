@@ -63,26 +63,26 @@ class GradClip:
             return clip(parameters, **self.options)
         # torch's functions fail on parameters of different meshes. They only read ``grad``, so they
         # get this rank's parts of the gradients.
-        parts = [SimpleNamespace(grad=local_part(one.grad)) for one in parameters]
+        local_params = [SimpleNamespace(grad=local_part(param.grad)) for param in parameters]
         if self.kind == "norm":
-            return _clip_parts_by_norm(parameters, parts, **self.options)
-        return clip(parts, **self.options)
+            return _clip_parts_by_norm(parameters, local_params, **self.options)
+        return clip(local_params, **self.options)
 
 
 @torch.no_grad()
 def _clip_parts_by_norm(
     parameters: Any,
-    parts: Any,
+    local_params: Any,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    total = total_norm([one.grad for one in parameters], float(norm_type), like=parameters)
+    total = total_norm([param.grad for param in parameters], float(norm_type), like=parameters)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} of the gradients is {total.item()}, so it "
             "cannot be clipped; set error_if_nonfinite=False to continue anyway"
         )
-    clip_grads_with_norm_(parts, max_norm, total, foreach)
+    clip_grads_with_norm_(local_params, max_norm, total, foreach)
     return total

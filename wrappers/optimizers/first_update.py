@@ -129,15 +129,15 @@ def _averaged(parameters: Sequence[Tensor], custom: Any) -> Iterable[tuple[Any, 
 
 def _is_reached(parameters: Sequence[Tensor], name: str, has_run: bool) -> bool:
     """Return whether any parameter has a gradient; raise RuntimeError if a backward gave none."""
-    if any(getattr(one, "is_replaced", False) for one in parameters):
+    if any(getattr(param, "is_replaced", False) for param in parameters):
         raise RuntimeError(
             f"{name} has parameters that do not belong to the model any more, because splitting "
             "its layers replaced them; create the optimizer after wrapping"
         )
-    if any(one.grad is not None for one in parameters):
+    if any(param.grad is not None for param in parameters):
         return True
     # It is not an error if all parameters are still frozen, or if no backward has run yet.
-    if has_run and any(one.requires_grad for one in parameters):
+    if has_run and any(param.requires_grad for param in parameters):
         raise RuntimeError(
             f"no parameter of {name} has a gradient at its first update: either the loss depends "
             "on none of them, or they are not the model's parameters any more; create the "
@@ -170,24 +170,24 @@ def _compare_tensor_ranks(parameters: Iterable[Tensor]) -> bool:
     Raises:
         RuntimeError: the gradients of a parameter differ.
     """
-    own, all_finite = {id(one) for one in parameters}, True
+    param_ids, all_finite = {id(param) for param in parameters}, True
     for model, (group, everywhere) in list(split_models.items()):
-        named = {name: one for name, one in model.named_parameters() if id(one) in own}
+        named = {name: param for name, param in model.named_parameters() if id(param) in param_ids}
         if not named:
             continue
-        whole = {k: v for k, v in named.items() if v.requires_grad and not _is_split(v, group)}
-        differs, is_finite = _differing(whole.values(), group, 0.02, 1e-3)
+        shared = {k: v for k, v in named.items() if v.requires_grad and not _is_split(v, group)}
+        differs, is_finite = _differing(shared.values(), group, 0.02, 1e-3)
         wrong = differs.nonzero()
         # The index counts from the end, so that MAX finds the first parameter that differs on any
         # rank.
-        found = torch.tensor([len(differs) - int(wrong[0]) if len(wrong) else 0, not is_finite])
+        verdict = torch.tensor([len(differs) - int(wrong[0]) if len(wrong) else 0, not is_finite])
         if everywhere:
-            found = found.to(comm_device())
-            distributed.all_reduce(found, ReduceOp.MAX)
-        from_end, infinite = found.tolist()
+            verdict = verdict.to(comm_device())
+            distributed.all_reduce(verdict, ReduceOp.MAX)
+        from_end, infinite = verdict.tolist()
         all_finite = all_finite and not infinite
         if from_end:
-            name = list(whole)[-from_end]
+            name = list(shared)[-from_end]
             ranks = ", ".join(map(str, distributed.get_process_group_ranks(group)))
             raise RuntimeError(
                 f"the gradient of {name!r} must be the same on all ranks of a tensor group (here "
@@ -203,7 +203,7 @@ def _is_split(parameter: Tensor, group: ProcessGroup) -> bool:
     # Compares ranks and not groups: torch may reuse the group of an earlier mesh of these ranks.
     ranks = distributed.get_process_group_ranks(group)
     over = layout_of(parameter).sharded_over
-    return any(distributed.get_process_group_ranks(one) == ranks for one in over)
+    return any(distributed.get_process_group_ranks(mesh_group) == ranks for mesh_group in over)
 
 
 @torch.no_grad()
@@ -221,10 +221,12 @@ def _differing(
             and are not compared.
     """
     # The row of zeros avoids an empty message for an optimizer without parameters.
-    own = torch.stack([torch.zeros(4, dtype=torch.float64), *(_digest(p.grad) for p in parameters)])
-    own = own.to(comm_device(group))
-    everywhere = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]
-    distributed.all_gather(everywhere, own, group=group)
+    digests = torch.stack(
+        [torch.zeros(4, dtype=torch.float64), *(_digest(p.grad) for p in parameters)]
+    )
+    digests = digests.to(comm_device(group))
+    everywhere = [torch.empty_like(digests) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(everywhere, digests, group=group)
     digests = torch.stack(everywhere).cpu()
     norms = digests[..., 0].amax(0)
     is_finite = bool(norms.isfinite().all())
@@ -237,11 +239,11 @@ def _digest(gradient: Tensor | None) -> Tensor:
     """Return the norm and three partial sums of a gradient; zeros for a missing gradient."""
     if gradient is None:
         return torch.zeros(4, dtype=torch.float64)
-    own = local_part(gradient)
-    values = own.coalesce().values() if own.is_sparse else own
+    local = local_part(gradient)
+    values = local.coalesce().values() if local.is_sparse else local
     flat = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
     middle = len(flat) // 2
-    parts = (flat[:middle], flat[middle:], flat[::2])
-    sums = [part.sum(dtype=torch.float64) for part in parts]
+    subsets = (flat[:middle], flat[middle:], flat[::2])
+    sums = [subset.sum(dtype=torch.float64) for subset in subsets]
     norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
     return torch.stack([norm, *sums]).cpu()

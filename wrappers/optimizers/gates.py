@@ -73,7 +73,7 @@ class FreezeGate(Gate):
         if not dropped:
             optim_wrapper.gates.remove(self)
             return True
-        return any(one.grad is not None for one in parameters_of(optim_wrapper.optimizer))
+        return any(param.grad is not None for param in parameters_of(optim_wrapper.optimizer))
 
 
 class GradientGate(Gate):

@@ -51,19 +51,19 @@ class LossWeight:
             TypeError: the targets for "tokens" are not in a tensor, or the weight is not a number.
             ValueError: the weight is negative or not finite; not checked on an accelerator.
         """
-        found = self._measure(fields_of(batch))
-        if isinstance(found, Tensor):
-            if found.numel() != 1:
-                shape = tuple(found.shape)
+        weight = self._measure(fields_of(batch))
+        if isinstance(weight, Tensor):
+            if weight.numel() != 1:
+                shape = tuple(weight.shape)
                 raise ValueError(f"{self} must give one number for a batch, got shape {shape}")
-            if not found.is_cpu:
-                return found.detach().reshape(()).double()
-            found = found.item()
+            if not weight.is_cpu:
+                return weight.detach().reshape(()).double()
+            weight = weight.item()
         try:
-            weight = float(found)
+            weight = float(weight)
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"{self} must give a number or a tensor for a batch, got {type(found).__name__}: "
+                f"{self} must give a number or a tensor for a batch, got {type(weight).__name__}: "
                 "convert it to a tensor in collate, or give a function of the batch"
             ) from error
         if not 0 <= weight < math.inf:
@@ -95,10 +95,10 @@ def _function_of(setting: Any) -> Callable[[Any], Any]:
             f"loss_weight must be {', '.join(_BY_NAME)}, {{key: ...}} or the import path of a "
             f"function, got {setting!r}{did_you_mean(setting, _BY_NAME)}"
         )
-    found = import_path(setting)
-    if not callable(found):
-        raise TypeError(f"loss_weight: {setting} must be a function, got {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
+    function = import_path(setting)
+    if not callable(function):
+        raise TypeError(f"loss_weight: {setting} must be a function, got {type(function).__name__}")
+    return function  # type: ignore[no-any-return]
 
 
 def _samples(batch: Any) -> int:
@@ -110,13 +110,13 @@ def _samples(batch: Any) -> int:
 
 
 def _first_count(data: Any) -> int | None:
-    for one in data if isinstance(data, (tuple, list)) else getattr(data, "values", tuple)():
-        if isinstance(one, Tensor):
-            if one.ndim:
-                return len(one)
-        elif isinstance(one, list):
-            return len(one)
-        elif isinstance(one, (tuple, Mapping)) and (count := _first_count(one)) is not None:
+    for entry in data if isinstance(data, (tuple, list)) else getattr(data, "values", tuple)():
+        if isinstance(entry, Tensor):
+            if entry.ndim:
+                return len(entry)
+        elif isinstance(entry, list):
+            return len(entry)
+        elif isinstance(entry, (tuple, Mapping)) and (count := _first_count(entry)) is not None:
             return count
     return None
 

@@ -102,12 +102,12 @@ class Accumulation(OptimFeatures):
     @property
     def guard(self) -> UpdateGuard | None:
         """The object that decides before each update whether it happens."""
-        return next((one.guard for one in self.gates if isinstance(one, GuardGate)), None)
+        return next((gate.guard for gate in self.gates if isinstance(gate, GuardGate)), None)
 
     @guard.setter
     def guard(self, guard: UpdateGuard | None) -> None:
-        others = [one for one in self.gates if not isinstance(one, GuardGate)]
-        self.gates = others if guard is None else [*others, GuardGate(guard)]
+        other_gates = [gate for gate in self.gates if not isinstance(gate, GuardGate)]
+        self.gates = other_gates if guard is None else [*other_gates, GuardGate(guard)]
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """Set the first and last micro-batch of the training.
@@ -132,7 +132,7 @@ class Accumulation(OptimFeatures):
                 every,
                 self.window_length(),
             )
-        has_norm = every > 1 and any(isinstance(part, _BatchNorm) for part in model.modules())
+        has_norm = every > 1 and any(isinstance(module, _BatchNorm) for module in model.modules())
         if has_norm and self.warns_of_batch_norm and get_rank() == 0:
             logger.warning(
                 "BatchNorm computes its statistics from single micro-batches, also with "
@@ -357,7 +357,7 @@ class OptimWrapper(Accumulation):
         check_optimizer(optimizer)
         self.optimizer = optimizer
         self.needs_closure = needs_closure(type(optimizer))
-        self._is_sharded = any(is_dtensor(one) for one in parameters_of(optimizer))
+        self._is_sharded = any(is_dtensor(param) for param in parameters_of(optimizer))
         self.grad_norm: Tensor | None = None
         self.clip = None if clip_grad is None else GradClip(clip_grad)
         self.clip_grad_kwargs = self.clip and self.clip.options
@@ -428,9 +428,9 @@ class OptimWrapper(Accumulation):
                 self._first.allows(self)
             return wrapper.average(loss.detach())
 
-        first: Any = self.optimizer.step(evaluate)
+        initial_loss: Any = self.optimizer.step(evaluate)
         self.zero_grad()
-        return torch.as_tensor(first).detach()
+        return torch.as_tensor(initial_loss).detach()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward and count the micro-batch."""
@@ -487,8 +487,8 @@ class OptimWrapper(Accumulation):
             gate.enter(model)
         if self._accumulative_counts == 1 or self.should_sync():
             return _NO_CONTEXT
-        own: Any = getattr(model, "no_sync", None)
-        return no_sync(model) if own is None else own()
+        no_sync_method: Any = getattr(model, "no_sync", None)
+        return no_sync(model) if no_sync_method is None else no_sync_method()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -508,8 +508,8 @@ class OptimWrapper(Accumulation):
     def get_momentum(self) -> dict[str, list[float]]:
         """Return the momentum of every group: the first beta for Adam, 0 if there is none."""
         groups = self.optimizer.param_groups
-        found = (one.get("momentum", one.get("betas", (0.0,))[0]) for one in groups)
-        return {"momentum": list(map(float, found))}
+        momenta = (group.get("momentum", group.get("betas", (0.0,))[0]) for group in groups)
+        return {"momentum": list(map(float, momenta))}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with its class and the count of micro-batches.
@@ -544,11 +544,11 @@ class OptimWrapper(Accumulation):
             ValueError: the state belongs to another kind of optimizer, or to other parameters.
         """
         state = dict(state_dict)
-        own = kind_of(self.optimizer)
-        kind = state.pop(_KIND_KEY, own)
-        if kind != own:
+        own_kind = kind_of(self.optimizer)
+        kind = state.pop(_KIND_KEY, own_kind)
+        if kind != own_kind:
             # torch would load it, and fail in the next step because a setting is missing.
-            raise ValueError(f"the optimizer is {own}, but the state to load is of {kind}")
+            raise ValueError(f"the optimizer is {own_kind}, but the state to load is of {kind}")
         base = state.pop(_BASE_KEY, None)
         if (count := state.pop(_COUNT_KEY, None)) is not None:
             self._inner_count = self.resumed_at = count

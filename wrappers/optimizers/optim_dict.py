@@ -64,8 +64,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
         # Each member's micro-batches before the current batch; None without `begin_batch`.
         self._before: dict[str, int] | None = None
         members = optim_wrappers.values()
-        self.collective_state = any(optim_features(one).collective_state for one in members)
-        self.reads_parts = all(optim_features(one).reads_parts for one in members)
+        self.collective_state = any(optim_features(member).collective_state for member in members)
+        self.reads_parts = all(optim_features(member).reads_parts for member in members)
 
     def __getitem__(self, name: str) -> OptimWrapper:
         try:
@@ -90,8 +90,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     def precision_context(self) -> AbstractContextManager[Any]:
         """Return autocast for evaluations during training; no context if precisions differ."""
         casts = {
-            (getattr(one, "device_type", None), getattr(one, "cast_dtype", None))
-            for one in self.values()
+            (getattr(member, "device_type", None), getattr(member, "cast_dtype", None))
+            for member in self.values()
         }
         member: Any = next(iter(self.values())) if len(casts) == 1 else None
         make_context = optim_features(member).precision_context or nullcontext
@@ -106,27 +106,27 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     @property
     def loss_weight(self) -> LossWeight | None:
         """``loss_weight`` of the first member that has one."""
-        return next((one.loss_weight for one in self._weighted()), None)
+        return next((member.loss_weight for member in self._weighted()), None)
 
     @property
     def last_weight(self) -> float | Tensor | None:
         """``last_weight`` of the first member that has a ``loss_weight``."""
-        return next((one.last_weight for one in self._weighted()), None)
+        return next((member.last_weight for member in self._weighted()), None)
 
     @property
     def batch_counts(self) -> bool:
         """Whether the next batch is real; setting it sets all members with a ``loss_weight``."""
-        return all(one.batch_counts for one in self._weighted())
+        return all(member.batch_counts for member in self._weighted())
 
     @batch_counts.setter
     def batch_counts(self, counts: bool) -> None:
-        for one in self._weighted():
-            one.batch_counts = counts
+        for member in self._weighted():
+            member.batch_counts = counts
 
     def weigh(self, batch: Any, model: Any = None) -> None:
         """Set the weight of the next micro-batch in each member that has a ``loss_weight``."""
-        for one in self._weighted():
-            one.weigh(batch, model)
+        for member in self._weighted():
+            member.weigh(batch, model)
 
     def begin_pass(self, start: int, length: int | None) -> None:
         """Set for each member in ``followers()`` the start and length of a pass over the data."""
@@ -135,7 +135,9 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
                 wrapper.begin_pass(start, length)
 
     def _weighted(self) -> list[OptimWrapper]:
-        return [one for one in self.values() if optim_features(one).loss_weight is not None]
+        return [
+            member for member in self.values() if optim_features(member).loss_weight is not None
+        ]
 
     def begin_batch(self) -> None:
         """Make ``should_update`` consider only the members that take part in the next batch.
@@ -153,8 +155,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
         """
         before = self._before
         if before is None or all(
-            one._accumulative_counts == 1 and one._inner_count == before[name]
-            for name, one in self.items()
+            member._accumulative_counts == 1 and member._inner_count == before[name]
+            for name, member in self.items()
         ):
             return any(wrapper.should_update() for wrapper in self.values())
         return any(_has_ended(wrapper, before[name]) for name, wrapper in self.items())
@@ -196,11 +198,15 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
 
     def get_lr(self) -> dict[str, list[float]]:
         """Return learning rates as ``name.lr`` (and ``name.base_lr``)."""
-        return {f"{n}.{k}": rates for n, one in self.items() for k, rates in one.get_lr().items()}
+        return {
+            f"{n}.{k}": rates for n, member in self.items() for k, rates in member.get_lr().items()
+        }
 
     def get_momentum(self) -> dict[str, list[float]]:
         """Return momenta as ``name.momentum``."""
-        return {f"{n}.{k}": v for n, one in self.items() for k, v in one.get_momentum().items()}
+        return {
+            f"{n}.{k}": v for n, member in self.items() for k, v in member.get_momentum().items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by member; every rank must call this if ``collective_state``."""

@@ -106,8 +106,13 @@ def load_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     state["param_groups"] = [
         # Keeps this optimizer's implementation ("fused", "foreach"): the saved one may not support
         # this device or sharding.
-        {**saved, **{name: own[name] for name in IMPLEMENTATIONS if name in saved and name in own}}
-        for saved, own in pairs
+        {
+            **saved,
+            **{
+                name: current[name] for name in IMPLEMENTATIONS if name in saved and name in current
+            },
+        }
+        for saved, current in pairs
     ] + list(groups[len(optimizer.param_groups) :])
     keys = chain.from_iterable(group["params"] for group in groups)
     owners = dict(zip(keys, parameters_of(optimizer), strict=False))
@@ -292,10 +297,10 @@ def _as_dtensors(values: Any, owner: Tensor) -> Any:
 def _local_part_of(value: Any, owner: Tensor) -> Any:
     """Return this rank's part of the state of a parameter."""
     if isinstance(value, Mapping):
-        return {name: _local_part_of(one, owner) for name, one in value.items()}
+        return {name: _local_part_of(entry, owner) for name, entry in value.items()}
     if isinstance(value, list):
         # LBFGS keeps lists of vectors of all parameters.
-        return [_local_part_of(one, owner) for one in value]
+        return [_local_part_of(entry, owner) for entry in value]
     if not hasattr(value, "shape") or (
         isinstance(value, Tensor) and not is_dtensor_or_localised(owner)
     ):

@@ -42,18 +42,18 @@ def build_optimizer(
     Raises:
         ValueError: parameters are sharded over the ranks, and ``cls`` needs whole tensors.
     """
-    items = listed_params(params)
-    tensors = tensors_of(items)
+    listed = listed_params(params)
+    tensors = tensors_of(listed)
     check_fit(cls, tensors)
     if "fused" in option_names(cls) and not any(name in kwargs for name in IMPLEMENTATIONS):
         kinds = {}
-        for one in tensors:
-            sharding = (one.device_mesh, one.placements) if is_dtensor(one) else None
-            kinds[one.device, one.dtype, sharding] = one
+        for tensor in tensors:
+            sharding = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
+            kinds[tensor.device, tensor.dtype, sharding] = tensor
         can_fuse = (_can_fuse(cls, kwargs, tensor) for tensor in kinds.values())
         if all(map(_is_dense, tensors)) and all(can_fuse):
             kwargs["fused"] = True
-    return cls(items, **kwargs)
+    return cls(listed, **kwargs)
 
 
 def _can_fuse(cls: Callable[..., Optimizer], kwargs: dict[str, Any], like: Tensor) -> bool:
@@ -119,24 +119,24 @@ def check_fused_gradients(optimizer: Any) -> None:
 
 def listed_params(params: Iterable[Any]) -> list[Any]:
     """Return parameters, pairs or groups as lists, because iterators can be read only once."""
-    items = list(params)
-    for at, item in enumerate(items):
-        if isinstance(item, dict):
-            params = item["params"]
-            items[at] = {**item, "params": params if isinstance(params, Tensor) else list(params)}
-    return items
+    listed = list(params)
+    for at, entry in enumerate(listed):
+        if isinstance(entry, dict):
+            params = entry["params"]
+            listed[at] = {**entry, "params": params if isinstance(params, Tensor) else list(params)}
+    return listed
 
 
-def tensors_of(items: Iterable[Any]) -> list[Tensor]:
+def tensors_of(entries: Iterable[Any]) -> list[Tensor]:
     """Return all parameters in a list of parameters, ``(name, parameter)`` pairs or groups."""
-    found: list[Tensor] = []
-    for item in items:
-        if isinstance(item, dict):
-            params = item["params"]
-            found += [params] if isinstance(params, Tensor) else tensors_of(params)
+    tensors: list[Tensor] = []
+    for entry in entries:
+        if isinstance(entry, dict):
+            params = entry["params"]
+            tensors += [params] if isinstance(params, Tensor) else tensors_of(params)
         else:
-            found.append(item if isinstance(item, Tensor) else item[1])
-    return found
+            tensors.append(entry if isinstance(entry, Tensor) else entry[1])
+    return tensors
 
 
 def needs_closure(cls: Any) -> bool:
@@ -157,7 +157,7 @@ def check_fit(cls: Any, tensors: Sequence[Tensor]) -> None:
                 "fsdp, and an update would not change its shards: create the optimizer with "
                 "wrapper.parameters(), or after reshard(wrapper)"
             )
-    placed = [one for one in tensors if is_dtensor_or_localised(one)]
+    placed = [tensor for tensor in tensors if is_dtensor_or_localised(tensor)]
     if not placed:
         return
     for base in getattr(cls, "__mro__", ()):
@@ -205,28 +205,28 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def _split(tensors: Sequence[Tensor]) -> str | None:
-    layouts = [layout_of(one) for one in tensors if not is_dtensor(one)]
-    shapes = [one.shape for one in layouts if one.sharded_over]
+    layouts = [layout_of(tensor) for tensor in tensors if not is_dtensor(tensor)]
+    shapes = [layout.shape for layout in layouts if layout.sharded_over]
     return f"a parameter of shape {shapes[0]} is split by tensor_parallel" if shapes else None
 
 
 def _dtensor(tensors: Sequence[Tensor]) -> str | None:
-    shapes = [tuple(one.shape) for one in tensors if is_dtensor(one)]
+    shapes = [tuple(tensor.shape) for tensor in tensors if is_dtensor(tensor)]
     return f"a parameter of shape {shapes[0]} is a DTensor (fsdp)" if shapes else None
 
 
 def _uneven(tensors: Sequence[Tensor]) -> str | None:
-    for one in filter(is_dtensor, tensors):
-        pairs = zip(one.placements, one.device_mesh.shape, strict=True)
+    for tensor in filter(is_dtensor, tensors):
+        pairs = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
         count = math.prod(size for placement, size in pairs if not placement.is_replicate())
-        if local_part(one).numel() * count != one.numel():
-            shape = tuple(one.shape)
+        if local_part(tensor).numel() * count != tensor.numel():
+            shape = tuple(tensor.shape)
             return f"a parameter of shape {shape} cannot be sharded evenly over {count} ranks"
     return None
 
 
 def _two_meshes(tensors: Sequence[Tensor]) -> str | None:
-    meshes = {one.device_mesh for one in tensors if is_dtensor(one)}
+    meshes = {tensor.device_mesh for tensor in tensors if is_dtensor(tensor)}
     return "parameters are sharded over different ranks" if len(meshes) > 1 else None
 
 

@@ -76,14 +76,18 @@ def _belongs(name: str, where: str) -> bool:
     return fnmatchcase(name, where) if _is_pattern(where) else f"{name}.".startswith(f"{where}.")
 
 
-def _near_names(wanted: str, names: Iterable[str]) -> str:
+def _near_names(pattern: str, names: Iterable[str]) -> str:
     """Return "; did you mean ...?" with similar names of parameters and modules, or ""."""
-    parts = [name.split(".") for name in names]
-    near = dict.fromkeys(".".join(one[:end]) for one in parts for end in range(len(one), 0, -1))
-    if _is_pattern(wanted):
-        starred = [re.sub(r"\b\d+\b", "*", one) for one in near]
-        near = dict.fromkeys([*starred, *(f"{one}.*" for one in starred)])
-    return did_you_mean(wanted, near)
+    split_names = [name.split(".") for name in names]
+    near = dict.fromkeys(
+        ".".join(components[:end])
+        for components in split_names
+        for end in range(len(components), 0, -1)
+    )
+    if _is_pattern(pattern):
+        starred = [re.sub(r"\b\d+\b", "*", name) for name in near]
+        near = dict.fromkeys([*starred, *(f"{name}.*" for name in starred)])
+    return did_you_mean(pattern, near)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -119,15 +123,17 @@ def divide_parameters(
             belongs to no optimizer or to several.
     """
     named = named_parameters(model)
-    names = [one.name for one in named]
+    names = [param.name for param in named]
     shares = {}
     for optimizer, patterns in chosen.items():
-        wanted = _child_of(optimizer, names) if patterns is None else patterns
-        for pattern in wanted:
+        own_patterns = _child_of(optimizer, names) if patterns is None else patterns
+        for pattern in own_patterns:
             if not any(_belongs(name, pattern) for name in names):
                 near = _near_names(pattern, names)
                 raise ValueError(f"{optimizer}: no parameter matches {pattern!r}{near}")
-        shares[optimizer] = [one for one in named if any(_belongs(one.name, p) for p in wanted)]
+        shares[optimizer] = [
+            param for param in named if any(_belongs(param.name, p) for p in own_patterns)
+        ]
     _check_exactly_one(named, shares)
     return shares
 
@@ -158,16 +164,16 @@ def _child_of(optimizer: str, names: Iterable[str]) -> list[str]:
 def _check_exactly_one(
     named: Sequence[NamedParameter], shares: Mapping[str, Sequence[NamedParameter]]
 ) -> None:
-    owners: dict[nn.Parameter, list[str]] = {one.parameter: [] for one in named}
+    owners: dict[nn.Parameter, list[str]] = {param.parameter: [] for param in named}
     for optimizer, share in shares.items():
-        for parameter in dict.fromkeys(one.parameter for one in share):
+        for parameter in dict.fromkeys(param.parameter for param in share):
             owners[parameter].append(optimizer)
-    trained = [one for one in named if one.parameter.requires_grad]
-    orphans = [one.name for one in trained if not owners[one.parameter]]
+    trained = [param for param in named if param.parameter.requires_grad]
+    orphans = [param.name for param in trained if not owners[param.parameter]]
     if orphans:
         raise ValueError(f"no optimizer has {_listed(orphans)}; every trained parameter needs one")
-    for one in trained:
-        several = owners[one.parameter]
+    for param in trained:
+        several = owners[param.parameter]
         if len(several) > 1:
             same = [other.name for other in trained if owners[other.parameter] == several]
             raise ValueError(
@@ -225,9 +231,9 @@ def param_groups(
             base[name] = default_of(optimizer, name)
     named = named_parameters(model) if isinstance(model, nn.Module) else list(model)
     rules = _Rules(section, base)
-    rules.check_matches([one.name for one in named])
+    rules.check_matches([param.name for param in named])
     if section.layer_decay is not None:
-        rules.levels = _levels([one.name for one in named], section.layers)
+        rules.levels = _levels([param.name for param in named], section.layers)
     return _grouped(named, rules, section.bypass_duplicate)
 
 
@@ -251,29 +257,29 @@ class _Rules:
                     raise ValueError(problem)
                 logger.warning("%s", problem)
 
-    def options_of(self, one: NamedParameter) -> tuple[str, Options]:
+    def options_of(self, param: NamedParameter) -> tuple[str, Options]:
         """Return a text that names the source of a parameter's options, and the options."""
-        why, options = self._own_options(one)
-        if one.name not in self.levels:
+        why, options = self._own_options(param)
+        if param.name not in self.levels:
             return why, options
-        above, layer = self.levels[one.name]
-        own = "" if options == _without_none(dict(self.base)) else f" {why}"
+        above, layer = self.levels[param.name]
+        suffix = "" if options == _without_none(dict(self.base)) else f" {why}"
         # layer_decay does not change an absolute rate of a custom key.
         if "lr" not in self.section.custom_keys.get(why, {}):
             rate = options.get("lr")
             if rate is None:
                 raise ValueError("paramwise: layer_decay multiplies lr, which is not set")
             options = {**options, "lr": rate * (self.section.layer_decay or 0.0) ** above}
-        return f"{layer}{own}", options
+        return f"{layer}{suffix}", options
 
-    def _own_options(self, one: NamedParameter) -> tuple[str, Options]:
+    def _own_options(self, param: NamedParameter) -> tuple[str, Options]:
         """Return the text and the options before ``layer_decay``."""
         for key in self.keys:
-            if self._matches(key, one.name):
+            if self._matches(key, param.name):
                 return key, self._custom(key)
-        kind = _kind(one, as_mmengine=self.section.as_mmengine)
+        kind = _kind(param, as_mmengine=self.section.as_mmengine)
         lr_mult = self.section.bias_lr_mult if kind in ("bias", "dwconv bias") else None
-        kind, decay_mult = self._decay_of(kind, is_flat=one.parameter.ndim == 1)
+        kind, decay_mult = self._decay_of(kind, is_flat=param.parameter.ndim == 1)
         lr = self._product("lr", lr_mult, "bias_lr_mult")
         decay = self._product("weight_decay", decay_mult, f"{kind} decay")
         return kind or DEFAULT_GROUP, _without_none({"lr": lr, "weight_decay": decay})
@@ -299,10 +305,12 @@ class _Rules:
         return fnmatchcase(name, key) if _is_pattern(key) else key in name
 
     def _custom(self, key: str) -> Options:
-        given, where = dict(self.section.custom_keys[key]), f"custom_keys.{key}"
-        lr = self._product("lr", given.pop("lr_mult", None), f"{where}.lr_mult")
-        decay = self._product("weight_decay", given.pop("decay_mult", None), f"{where}.decay_mult")
-        return _without_none({"lr": lr, "weight_decay": decay, **given})
+        options, where = dict(self.section.custom_keys[key]), f"custom_keys.{key}"
+        lr = self._product("lr", options.pop("lr_mult", None), f"{where}.lr_mult")
+        decay = self._product(
+            "weight_decay", options.pop("decay_mult", None), f"{where}.decay_mult"
+        )
+        return _without_none({"lr": lr, "weight_decay": decay, **options})
 
     def _product(self, name: str, factor: float | None, setting: str) -> float | None:
         base = self.base[name]
@@ -324,22 +332,22 @@ def _levels(names: Sequence[str], layers: Sequence[str]) -> dict[str, tuple[int,
         layers: paths of modules from the input to the output; a pattern is one layer for each
             module that it matches, in the model's order.
     """
-    places = {name: _layer_of(name, layers) for name in names}
+    layers_by_name = {name: _layer_of(name, layers) for name in names}
     for at, pattern in enumerate(layers):
-        if not any(place is not None and place[0] == at for place in places.values()):
+        if not any(layer is not None and layer[0] == at for layer in layers_by_name.values()):
             near = _near_names(pattern, names)
             raise ValueError(f"paramwise.layers: no module matches {pattern!r}{near}")
-    ordered = dict.fromkeys([p for p in places.values() if p is not None])
-    found = sorted(ordered, key=lambda place: place[0])
-    last = max(at for at, name in enumerate(names) if places[name] is not None)
+    ordered = dict.fromkeys([p for p in layers_by_name.values() if p is not None])
+    in_order = sorted(ordered, key=lambda layer: layer[0])
+    last_index = max(at for at, name in enumerate(names) if layers_by_name[name] is not None)
     levels: dict[str, tuple[int, str]] = {}
     level, layer = 0, "input"
     for at, name in enumerate(names):
-        place = places[name]
-        if place is not None:
-            level, layer = found.index(place) + 1, place[1]
-        elif at > last:
-            level, layer = len(found) + 1, "output"
+        entry = layers_by_name[name]
+        if entry is not None:
+            level, layer = in_order.index(entry) + 1, entry[1]
+        elif at > last_index:
+            level, layer = len(in_order) + 1, "output"
         levels[name] = level, layer
     top = max(level for level, _ in levels.values())
     return {name: (top - level, layer) for name, (level, layer) in levels.items()}
@@ -347,8 +355,8 @@ def _levels(names: Sequence[str], layers: Sequence[str]) -> dict[str, tuple[int,
 
 def _layer_of(name: str, layers: Sequence[str]) -> tuple[int, str] | None:
     """Return the index of the first pattern that matches a module of a parameter, and its path."""
-    parts = name.split(".")
-    paths = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    components = name.split(".")
+    paths = [".".join(components[:end]) for end in range(1, len(components) + 1)]
     for at, pattern in enumerate(layers):
         for path in paths:
             if path == pattern or (_is_pattern(pattern) and fnmatchcase(path, pattern)):
@@ -356,9 +364,9 @@ def _layer_of(name: str, layers: Sequence[str]) -> tuple[int, str] | None:
     return None
 
 
-def _kind(one: NamedParameter, *, as_mmengine: bool) -> str:
+def _kind(param: NamedParameter, *, as_mmengine: bool) -> str:
     """Return which of "norm", "dwconv" and "bias" a parameter is, separated by spaces, or ""."""
-    owner, leaf = one.owner, one.name.rpartition(".")[2]
+    owner, leaf = param.owner, param.name.rpartition(".")[2]
     if as_mmengine:
         is_norm = isinstance(owner, _NORMS_OF_MMENGINE)
         is_dwconv = isinstance(owner, nn.Conv2d) and owner.groups == owner.in_channels
@@ -369,8 +377,8 @@ def _kind(one: NamedParameter, *, as_mmengine: bool) -> str:
         is_norm = isinstance(owner, _NORMS) or any(map(_NORM_NAME.search, names))
         is_dwconv = isinstance(owner, _ConvNd) and owner.groups == owner.in_channels > 1
         is_bias = _BIAS_NAME.fullmatch(leaf) is not None
-    parts = {"norm": is_norm, "dwconv": is_dwconv, "bias": is_bias}
-    return " ".join(part for part, holds in parts.items() if holds)
+    flags = {"norm": is_norm, "dwconv": is_dwconv, "bias": is_bias}
+    return " ".join(flag for flag, holds in flags.items() if holds)
 
 
 def _without_none(options: Options) -> Options:
@@ -382,23 +390,23 @@ def _grouped(
 ) -> list[dict[str, Any]]:
     """Return the groups in the order of their first parameters."""
     groups: dict[str, tuple[list[nn.Parameter], dict[str, None], Options]] = {}
-    seen: dict[nn.Parameter, tuple[str, str]] = {}
-    for one in named:
-        why, options = rules.options_of(one)
+    owners: dict[nn.Parameter, tuple[str, str]] = {}
+    for param in named:
+        why, options = rules.options_of(param)
         alike = repr(sorted(options.items()))
-        first, first_alike = seen.setdefault(one.parameter, (one.name, alike))
-        if first != one.name:
+        first_name, first_alike = owners.setdefault(param.parameter, (param.name, alike))
+        if first_name != param.name:
             if first_alike != alike and not bypass_duplicate:
                 raise ValueError(
-                    f"{first} and {one.name} are one parameter, but paramwise gives them "
+                    f"{first_name} and {param.name} are one parameter, but paramwise gives them "
                     "different options; give both the same, or set bypass_duplicate: true to use "
                     "the options of the first"
                 )
             continue
         params, reasons, _ = groups.setdefault(alike, ([], {}, options))
-        params.append(one.parameter)
+        params.append(param.parameter)
         reasons[why] = None
-    taken: Counter[str] = Counter()
+    name_counts: Counter[str] = Counter()
     described = []
     for params, reasons, options in groups.values():
         more = [f"{len(reasons) - 3} more"] if len(reasons) > 3 else []
@@ -407,8 +415,8 @@ def _grouped(
             # Other parameters in this group have the optimizer's own options as well.
             name = DEFAULT_GROUP
         # A custom key may have the same name as a kind of parameters.
-        taken[name] += 1
-        name = name if taken[name] == 1 else f"{name} {taken[name]}"
+        name_counts[name] += 1
+        name = name if name_counts[name] == 1 else f"{name} {name_counts[name]}"
         described.append({"params": params, **options, "name": name})
         settings = ", ".join(f"{key}={value}" for key, value in options.items())
         count = sum(parameter.numel() for parameter in params)

@@ -62,9 +62,9 @@ class ZeroRedundancyOptimizer(TorchZeroRedundancyOptimizer):
                 "clipping or accumulation"
             )
         inner = _optimizer_class(optimizer_class, defaults)
-        items = _checked_params(type(self), inner, params, process_group)
+        listed = _checked_params(type(self), inner, params, process_group)
         super().__init__(
-            items,
+            listed,
             inner,
             process_group=process_group,
             parameters_as_bucket_view=parameters_as_bucket_view,
@@ -111,9 +111,9 @@ class PostLocalSGD(PostLocalSGDOptimizer):
                 "DistributedDataParallel, which costs less"
             )
         inner = _optimizer_class(optimizer_class, defaults)
-        items = _checked_params(type(self), inner, params, process_group)
+        listed = _checked_params(type(self), inner, params, process_group)
         averager = PeriodicModelAverager(period, warmup_steps, process_group)
-        super().__init__(inner(items, **defaults), averager)
+        super().__init__(inner(listed, **defaults), averager)
 
     # A property, because `load_state_dict` makes a new list and torch's class keeps the old one.
     @property
@@ -140,16 +140,16 @@ class PostLocalSGD(PostLocalSGDOptimizer):
         return loss
 
 
-def _optimizer_class(wanted: Any, defaults: Mapping[str, Any]) -> type[Optimizer]:
+def _optimizer_class(kind: Any, defaults: Mapping[str, Any]) -> type[Optimizer]:
     """Return an optimizer class; raise if it lacks an option or needs a closure."""
-    if isinstance(wanted, Mapping):
-        wanted = wanted.get("_ref_", wanted.get("type"))
-    found = OPTIMIZERS.resolve(wanted) if isinstance(wanted, str) else wanted
-    if not callable(found):
-        raise TypeError(f"optimizer_class must be an optimizer class or its name, got {wanted!r}")
-    allowed = [name for name in option_names(found) if name != "params"]
-    check_options(found.__name__, defaults, allowed)
-    cls: type[Optimizer] = found
+    if isinstance(kind, Mapping):
+        kind = kind.get("_ref_", kind.get("type"))
+    resolved = OPTIMIZERS.resolve(kind) if isinstance(kind, str) else kind
+    if not callable(resolved):
+        raise TypeError(f"optimizer_class must be an optimizer class or its name, got {kind!r}")
+    allowed = [name for name in option_names(resolved) if name != "params"]
+    check_options(resolved.__name__, defaults, allowed)
+    cls: type[Optimizer] = resolved
     if needs_closure(cls):
         raise ValueError(
             f"optimizer_class cannot be {cls.__name__}, which needs a closure and all parameters "
@@ -161,9 +161,9 @@ def _optimizer_class(wanted: Any, defaults: Mapping[str, Any]) -> type[Optimizer
 def _checked_params(
     cls: type[Optimizer], inner: Any, params: Iterable[Any], group: ProcessGroup | None
 ) -> list[Any]:
-    items = listed_params(params)
-    tensors = tensors_of(items)
-    for one in (cls, inner):
-        check_fit(one, tensors)
+    listed = listed_params(params)
+    tensors = tensors_of(listed)
+    for optimizer_class in (cls, inner):
+        check_fit(optimizer_class, tensors)
     check_group(cls, tensors, group)
-    return items
+    return listed

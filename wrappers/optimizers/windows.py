@@ -251,20 +251,20 @@ class WeightedWindow(CountWindow):
         gradients: dict[Any, list[Tensor]] = {}
         for parameter in parameters_of(self._optimizer):
             if parameter.grad is not None:
-                part = local_part(parameter.grad)
-                gradients.setdefault((part.device, part.dtype), []).append(part)
-        for (device, dtype), parts in gradients.items():
+                local = local_part(parameter.grad)
+                gradients.setdefault((local.device, local.dtype), []).append(local)
+        for (device, dtype), grads in gradients.items():
             if isinstance(factor, Tensor):
-                torch._foreach_mul_(parts, factor.to(device, dtype))
+                torch._foreach_mul_(grads, factor.to(device, dtype))
                 # A mean over nothing has NaN gradients, and NaN * 0 is NaN. Filled by a mask,
                 # because comparing the factor in Python would wait for the device.
                 is_zero = (factor == 0).to(device)
-                for part in parts:
-                    part.masked_fill_(is_zero, 0)
+                for grad in grads:
+                    grad.masked_fill_(is_zero, 0)
             elif factor == 0:
-                torch._foreach_zero_(parts)
+                torch._foreach_zero_(grads)
             else:
-                torch._foreach_mul_(parts, factor)
+                torch._foreach_mul_(grads, factor)
         return True
 
     def gradient_factor(self) -> float | Tensor:

@@ -189,8 +189,8 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
         return _devices(range(torch.cuda.device_count()))
 
     def _output_device(self) -> torch.device:
-        given = self.output_device
-        return self._copy_devices()[0] if given is None else _device(given, "output_device")
+        device = self.output_device
+        return self._copy_devices()[0] if device is None else _device(device, "output_device")
 
 
 def patch_replication_callback(data_parallel: DataParallel[Any]) -> None:
@@ -222,9 +222,11 @@ class _Patched:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickle cannot find this class by name, so it is created again from the original one.
-        make, arguments, *rest = tuple(super().__reduce_ex__(protocol))
-        original = (self._patched_from if one is type(self) else one for one in arguments)
-        return _make_patched, (make, tuple(original)), *rest
+        make, arguments, *state = tuple(super().__reduce_ex__(protocol))
+        original = (
+            self._patched_from if argument is type(self) else argument for argument in arguments
+        )
+        return _make_patched, (make, tuple(original)), *state
 
 
 @cache
@@ -245,15 +247,15 @@ def _make_patched(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     return data_parallel
 
 
-def _devices(given: Iterable[Any]) -> list[torch.device]:
-    return [_device(one, "device_ids") for one in given]
+def _devices(devices: Iterable[Any]) -> list[torch.device]:
+    return [_device(device, "device_ids") for device in devices]
 
 
-def _device(given: Any, setting: str) -> torch.device:
-    """Return the device for ``given``, in which numbers are CUDA devices; check that it exists."""
-    if given == _CPU:
+def _device(device: Any, setting: str) -> torch.device:
+    """Return the device for ``device``, in which numbers are CUDA devices; check that it exists."""
+    if device == _CPU:
         return _CPU
-    device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if device.type == "cpu":
         return _CPU
     if device.type != "cuda":
@@ -267,21 +269,21 @@ def _device(given: Any, setting: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
-def _callable(given: Any, setting: str) -> Any:
-    if isinstance(given, str):
-        if given not in _STRATEGIES:
+def _callable(strategy: Any, setting: str) -> Any:
+    if isinstance(strategy, str):
+        if strategy not in _STRATEGIES:
             allowed = " or ".join(_STRATEGIES)
-            raise ValueError(f"{setting} must be a function, or {allowed}, got {given!r}")
-        return _STRATEGIES[given]
-    if given is not None and not callable(given):
-        raise TypeError(f"{setting} must be a function, got {type(given).__name__}")
-    return given
+            raise ValueError(f"{setting} must be a function, or {allowed}, got {strategy!r}")
+        return _STRATEGIES[strategy]
+    if strategy is not None and not callable(strategy):
+        raise TypeError(f"{setting} must be a function, got {type(strategy).__name__}")
+    return strategy
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     """Yield all parameters and buffers; a shared tensor is yielded several times."""
     # Faster than `parameters()` and `buffers()`, which build the name of each tensor.
-    for part in parts_of(module):
-        for tensor in chain(part._parameters.values(), part._buffers.values()):
+    for child in parts_of(module):
+        for tensor in chain(child._parameters.values(), child._buffers.values()):
             if tensor is not None:
                 yield tensor

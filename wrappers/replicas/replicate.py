@@ -93,8 +93,8 @@ def run_callbacks(modules: Sequence[nn.Module], session: ReplicationSession) -> 
                 callback(context, copy_id)
             except Exception as error:
                 kind = type(submodule).__name__
-                place = f"copy {copy_id} of {len(modules)}, layer {context.layer!r}"
-                _add_note(error, f"in {kind}.{CALLBACK} of {place}")
+                location = f"copy {copy_id} of {len(modules)}, layer {context.layer!r}"
+                _add_note(error, f"in {kind}.{CALLBACK} of {location}")
                 session.abort(error)
                 raise
 
@@ -119,21 +119,21 @@ def replicate(module: _T, devices: Sequence[torch.device]) -> list[_T]:
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
     """Return ``list(module.modules())``, five times faster."""
-    found: dict[int, nn.Module] = {}
+    modules: dict[int, nn.Module] = {}
     stack: list[nn.Module | None] = [module]
     while stack:
-        one = stack.pop()
-        if one is None or id(one) in found:
+        child = stack.pop()
+        if child is None or id(child) in modules:
             continue
-        found[id(one)] = one
-        if one._modules:
-            stack.extend(reversed(list(one._modules.values())))
-    return list(found.values())
+        modules[id(child)] = child
+        if child._modules:
+            stack.extend(reversed(list(child._modules.values())))
+    return list(modules.values())
 
 
 def _copy(originals: Sequence[nn.Module], device: torch.device, *, is_master: bool) -> Any:
     """Copy a module to ``device``; ``originals`` is the module followed by its submodules."""
-    replicas = [_attributes_of(one) for one in originals]
+    replicas = [_attributes_of(module) for module in originals]
     replica_of: dict[int, Any] = dict(zip(map(id, originals), replicas, strict=True))
     moved: dict[int, Tensor] = {}
 
@@ -148,8 +148,12 @@ def _copy(originals: Sequence[nn.Module], device: torch.device, *, is_master: bo
         values = vars(original)
         if not _PLAIN.issuperset(map(type, values.values())):
             # Attributes may refer to other parts of the model as well.
-            held = {name: replica_of.get(id(value)) for name, value in values.items()}
-            replica.__dict__.update((name, one) for name, one in held.items() if one is not None)
+            replacements = {name: replica_of.get(id(value)) for name, value in values.items()}
+            replica.__dict__.update(
+                (name, replica_value)
+                for name, replica_value in replacements.items()
+                if replica_value is not None
+            )
         for name, parameter in original._parameters.items():
             # Use the parameter itself if possible: an alias would add a node to the graph.
             replica._parameters[name] = parameter
@@ -169,8 +173,10 @@ def refuse_compiled(module: nn.Module) -> None:
     """Raise TypeError if a part of ``module`` is compiled or scripted."""
     if not any(map(_is_compiled, parts_of(module))):
         return
-    path, part = next(one for one in module.named_modules() if _is_compiled(one[1]))
-    kind = type(getattr(part, "_orig_mod", part)).__name__
+    path, compiled_module = next(
+        named for named in module.named_modules() if _is_compiled(named[1])
+    )
+    kind = type(getattr(compiled_module, "_orig_mod", compiled_module)).__name__
     raise TypeError(
         f"{path or 'the module'} ({kind}) must not be compiled, because compiled code would use "
         "the parameters of the original module instead of a copy's; do not compile it, or use ddp, "
@@ -178,11 +184,11 @@ def refuse_compiled(module: nn.Module) -> None:
     )
 
 
-def _is_compiled(part: nn.Module) -> bool:
+def _is_compiled(module: nn.Module) -> bool:
     # Compared by name, because importing the compiler takes a second.
-    is_wrapper = type(part).__name__ == "OptimizedModule" and hasattr(part, "_orig_mod")
-    is_compiled = part.__dict__.get("_compiled_call_impl") is not None
-    return is_wrapper or is_compiled or isinstance(part, jit.ScriptModule)
+    is_wrapper = type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
+    is_compiled = module.__dict__.get("_compiled_call_impl") is not None
+    return is_wrapper or is_compiled or isinstance(module, jit.ScriptModule)
 
 
 def _attributes_of(module: nn.Module) -> nn.Module:
@@ -224,15 +230,15 @@ def _callback_of(module: nn.Module) -> Callable[[CallbackContext, int], None] | 
 
 def _submodules(module: nn.Module, master: nn.Module, copy_id: int) -> list[nn.Module]:
     """Return the submodules of a copy; raise ValueError if they differ from the master's."""
-    own, expected = parts_of(module), parts_of(master)
-    if list(map(type, own)) == list(map(type, expected)):
-        return own
-    problem = f"it has {len(own)} submodules, the master {len(expected)}"
-    for position, ((layer, other), one) in enumerate(
-        zip(master.named_modules(), own, strict=False)
+    modules, expected = parts_of(module), parts_of(master)
+    if list(map(type, modules)) == list(map(type, expected)):
+        return modules
+    problem = f"it has {len(modules)} submodules, the master {len(expected)}"
+    for position, ((layer, other), child) in enumerate(
+        zip(master.named_modules(), modules, strict=False)
     ):
-        if type(one) is not type(other):
-            kinds = f"{type(one).__name__}, the master {type(other).__name__}"
+        if type(child) is not type(other):
+            kinds = f"{type(child).__name__}, the master {type(other).__name__}"
             problem = f"at position {position} (layer {layer!r}) it has {kinds}"
             break
     raise ValueError(f"copy {copy_id} is not a copy of the master: {problem}")
@@ -324,14 +330,16 @@ def run_copies(
     if failures:
         # Copies that waited for the failed one raise errors whose cause is the first error.
         errors = {id(error) for _, error in failures}
-        failed, first = next(one for one in failures if id(one[1].__cause__) not in errors)
+        failed, error = next(
+            failure for failure in failures if id(failure[1].__cause__) not in errors
+        )
         failures.clear()
-        _add_note(first, f"in copy {failed} of {len(modules)} on {devices[failed]}")
+        _add_note(error, f"in copy {failed} of {len(modules)} on {devices[failed]}")
         try:
-            raise first
+            raise error
         finally:
             # The traceback refers to this frame, which would keep the activations in memory.
-            del first
+            del error
     return outputs
 
 
@@ -348,8 +356,8 @@ def _is_first_in_thread(master: nn.Module, devices: Sequence[torch.device]) -> b
         return False
     sizes = (
         parameter.nbytes
-        for part in parts_of(master)
-        for parameter in part._parameters.values()
+        for child in parts_of(master)
+        for parameter in child._parameters.values()
         if parameter is not None and parameter.requires_grad
     )
     return any(total > _LARGE for total in accumulate(sizes))

@@ -43,10 +43,12 @@ def scatter_batch(
     chunks = {id(tensor): _chunks(tensor, used, dim) for _, tensor in tensors}
 
     def part_of(data: Any, copy_id: int) -> Any:
-        return join([data], lambda one: chunks[id(one[0])][copy_id], lambda one: one[0])
+        return join([data], lambda values: chunks[id(values[0])][copy_id], lambda values: values[0])
 
     copies = range(len(used))
-    return [part_of(inputs, one) for one in copies], [part_of(kwargs, one) for one in copies]
+    return [part_of(inputs, copy_index) for copy_index in copies], [
+        part_of(kwargs, copy_index) for copy_index in copies
+    ]
 
 
 def user_scattered(
@@ -64,9 +66,9 @@ def user_scattered(
     if kwargs:
         raise ValueError(f"user_scattered takes no keyword arguments, got {', '.join(kwargs)}")
     if len(inputs) != 1 or not isinstance(inputs[0], (list, tuple)):
-        found = ", ".join(type(one).__name__ for one in inputs) or "nothing"
+        kinds = ", ".join(type(value).__name__ for value in inputs) or "nothing"
         raise ValueError(
-            f"user_scattered takes one list or tuple with an entry per device, got {found}"
+            f"user_scattered takes one list or tuple with an entry per device, got {kinds}"
         )
     entries = inputs[0]
     if len(entries) != len(devices):
@@ -74,7 +76,7 @@ def user_scattered(
             f"user_scattered needs one entry per device: {len(devices)} devices, "
             f"got {len(entries)} entries"
         )
-    moved = [(move(one, device),) for one, device in zip(entries, devices, strict=True)]
+    moved = [(move(entry, device),) for entry, device in zip(entries, devices, strict=True)]
     return moved, [{} for _ in devices]
 
 
@@ -87,18 +89,20 @@ def scatter_samples(
     samples as ``torch.chunk`` does; other objects are passed to every copy.
     """
     named = [*inputs, *kwargs.values()]
-    size = max((len(one) for one in named if isinstance(one, (list, tuple, Tensor))), default=0)
+    size = max(
+        (len(value) for value in named if isinstance(value, (list, tuple, Tensor))), default=0
+    )
     step = max(1, -(-size // len(devices)))
     starts = range(0, max(size, 1), step)
 
-    def part_of(one: Any, start: int, device: torch.device) -> Any:
-        is_split = isinstance(one, (list, tuple, Tensor))
-        return move(one[start : start + step] if is_split else one, device)
+    def part_of(value: Any, start: int, device: torch.device) -> Any:
+        is_split = isinstance(value, (list, tuple, Tensor))
+        return move(value[start : start + step] if is_split else value, device)
 
     pairs = list(zip(starts, devices, strict=False))
     return (
-        [tuple(part_of(one, *pair) for one in inputs) for pair in pairs],
-        [{name: part_of(one, *pair) for name, one in kwargs.items()} for pair in pairs],
+        [tuple(part_of(value, *pair) for value in inputs) for pair in pairs],
+        [{name: part_of(value, *pair) for name, value in kwargs.items()} for pair in pairs],
     )
 
 
@@ -113,16 +117,16 @@ def dict_gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> A
         ValueError: the copies returned different keys, lengths, types or numbers of dimensions.
     """
 
-    def leaf(parts: list[Tensor]) -> Tensor:
-        if len({part.ndim for part in parts}) > 1:
-            shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+    def leaf(tensors: list[Tensor]) -> Tensor:
+        if len({tensor.ndim for tensor in tensors}) > 1:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
             raise ValueError(f"copies returned tensors of different dimensions: shapes {shapes}")
-        if not parts[0].ndim:
-            return torch.stack([part.to(device) for part in parts])
-        if device.type == "cuda" and all(part.is_cuda for part in parts):
-            gathered: Tensor = torch_gather(parts, device, dim)
+        if not tensors[0].ndim:
+            return torch.stack([tensor.to(device) for tensor in tensors])
+        if device.type == "cuda" and all(tensor.is_cuda for tensor in tensors):
+            gathered: Tensor = torch_gather(tensors, device, dim)
             return gathered
-        return torch.cat([part.to(device) for part in parts], dim)
+        return torch.cat([tensor.to(device) for tensor in tensors], dim)
 
     return join(outputs, leaf)
 
@@ -139,32 +143,33 @@ def join(
     """
     if not outputs:
         raise ValueError("outputs must contain the output of at least one copy, got none")
-    first = outputs[0]
-    if all(isinstance(one, Tensor) for one in outputs):
+    head = outputs[0]
+    if all(isinstance(output, Tensor) for output in outputs):
         return leaf(list(outputs))
-    if any(type(one) is not type(first) for one in outputs):
+    if any(type(output) is not type(head) for output in outputs):
         raise ValueError(
-            f"copies returned different types: {_listed(outputs, lambda one: type(one).__name__)}"
+            "copies returned different types: "
+            f"{_listed(outputs, lambda output: type(output).__name__)}"
         )
-    if first is None:
+    if head is None:
         return None
-    if isinstance(first, Mapping):
-        if any(one.keys() != first.keys() for one in outputs):
+    if isinstance(head, Mapping):
+        if any(output.keys() != head.keys() for output in outputs):
             raise ValueError(f"copies returned different keys: {_listed(outputs, list)}")
-        items = {key: join([one[key] for one in outputs], leaf, other) for key in first}
-        if not isinstance(first, dict):
-            return items
+        entries = {key: join([output[key] for output in outputs], leaf, other) for key in head}
+        if not isinstance(head, dict):
+            return entries
         # A copy, because some dict classes, such as defaultdict, cannot be called with items.
-        joined = copy.copy(first)
+        joined = copy.copy(head)
         # Hugging Face's outputs override `update` to raise; this method sets each item.
-        MutableMapping.update(joined, items)
+        MutableMapping.update(joined, entries)
         return joined
-    if isinstance(first, (list, tuple)):
-        if any(len(one) != len(first) for one in outputs):
+    if isinstance(head, (list, tuple)):
+        if any(len(output) != len(head) for output in outputs):
             raise ValueError(f"copies returned different lengths: {_listed(outputs, len)}")
-        parts = [join(column, leaf, other) for column in zip(*outputs, strict=True)]
-        kind: Any = type(first)
-        return kind(*parts) if hasattr(first, "_fields") else kind(parts)
+        columns = [join(column, leaf, other) for column in zip(*outputs, strict=True)]
+        kind: Any = type(head)
+        return kind(*columns) if hasattr(head, "_fields") else kind(columns)
     return other(list(outputs))
 
 
@@ -186,7 +191,7 @@ def share_of_each(
         if are_samples:
             sizes.append(len(next(iter((*arguments[0], *arguments[1].values())))))
             continue
-        tensor = next((one for _, one in _tensors(arguments) if one.ndim), None)
+        tensor = next((tensor for _, tensor in _tensors(arguments) if tensor.ndim), None)
         if tensor is None:
             return equal
         sizes.append(tensor.shape[dim])
@@ -207,11 +212,13 @@ def _count(tensors: Sequence[tuple[str, Tensor]], devices: int, dim: int) -> int
         count = len(tensor.chunk(devices, dim))
         counts.setdefault(count, f"{path} of size {tensor.shape[dim]}")
     if len(counts) > 1:
-        found = ", ".join(f"{what} into {count} chunks" for count, what in counts.items())
+        description = ", ".join(
+            f"{tensor_text} into {count} chunks" for count, tensor_text in counts.items()
+        )
         raise ValueError(
             f"all tensors must be split into the same number of chunks, but over {devices} devices "
-            f"along dim={dim} the split is {found}; pass values that must not be split as another "
-            "type than a tensor"
+            f"along dim={dim} the split is {description}; pass values that must not be split as "
+            "another type than a tensor"
         )
     return next(iter(counts), devices)
 
@@ -240,4 +247,4 @@ def _chunks(tensor: Tensor, devices: Sequence[torch.device], dim: int) -> list[T
 
 def _listed(outputs: Sequence[Any], describe: Callable[[Any], Any]) -> str:
     """Describe the output of every copy, for a message."""
-    return ", ".join(f"copy {copy_id} {describe(one)}" for copy_id, one in enumerate(outputs))
+    return ", ".join(f"copy {copy_id} {describe(output)}" for copy_id, output in enumerate(outputs))

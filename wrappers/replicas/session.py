@@ -71,7 +71,9 @@ class ReplicationSession:
     def pending(self) -> set[int]:
         """The copies whose messages have no reply yet."""
         with self._changed:
-            return {one for meeting in self._rounds.values() for one in meeting.messages}
+            return {
+                copy_index for meeting in self._rounds.values() for copy_index in meeting.messages
+            }
 
     def rendezvous(self, layer: str, copy_id: int, message: Any, combine: Combine) -> Any:
         """Send a message, wait for the messages of all copies, and return the reply.
@@ -98,7 +100,9 @@ class ReplicationSession:
                 return self._wait(meeting, copy_id)
         try:
             # Outside of the lock, because combine may take long or use another session.
-            replies = list(combine([meeting.messages[one] for one in range(self.num_copies)]))
+            replies = list(
+                combine([meeting.messages[copy_index] for copy_index in range(self.num_copies)])
+            )
             if len(replies) != self.num_copies:
                 raise ValueError(
                     f"{meeting.place}: combine must return one reply for each of the "
@@ -166,7 +170,11 @@ class ReplicationSession:
                 if meeting.replies is not None:
                     return meeting.replies.pop(copy_id)
                 self._raise_if_aborted()
-                missing = [one for one in range(self.num_copies) if one not in meeting.messages]
+                missing = [
+                    copy_index
+                    for copy_index in range(self.num_copies)
+                    if copy_index not in meeting.messages
+                ]
                 left_s = meeting.deadline - time.monotonic()
                 if not missing:
                     # The last copy runs combine, which has no time limit.
@@ -192,16 +200,17 @@ class ReplicationSession:
             )
         # If all copies wait in incomplete rounds, no copy is left to complete one.
         all_wait = len(self._waiting) == self.num_copies and all(
-            len(one.messages) < self.num_copies and one.replies is None
-            for one in self._waiting.values()
+            len(meeting.messages) < self.num_copies and meeting.replies is None
+            for meeting in self._waiting.values()
         )
         if left_s > 0 and not all_wait:
             return ""
-        others = ", ".join(
-            f"copy {one} ({self._waiting[one].place if one in self._waiting else 'still running'})"
-            for one in missing
+        positions = ", ".join(
+            f"copy {index} "
+            f"({self._waiting[index].place if index in self._waiting else 'still running'})"
+            for index in missing
         )
-        waits = f"copy {copy_id} waits in {meeting.place}: {others}"
+        waits = f"copy {copy_id} waits in {meeting.place}: {positions}"
         if all_wait:
             return f"{waits} waits elsewhere; every copy must call the layers in the same order"
         return f"{waits} did not arrive within timeout_s={self.timeout_s:g}"
@@ -215,19 +224,19 @@ def _copy_of(error: BaseException) -> BaseException:
     """Return an error like ``error`` that another thread can raise with its own traceback."""
     for make in (copy.copy, _copy_without_init):
         try:
-            made = make(error)
-            alike = type(made) is type(error) and str(made) == str(error)
+            duplicate = make(error)
+            alike = type(duplicate) is type(error) and str(duplicate) == str(error)
         except Exception:
             continue
-        if alike and made is not error:
+        if alike and duplicate is not error:
             # Removed, because tracebacks show the notes of the cause already.
-            vars(made).pop("__notes__", None)
-            return made
+            vars(duplicate).pop("__notes__", None)
+            return duplicate
     return ReplicationError(f"another copy failed: {type(error).__name__}: {error}")
 
 
 def _copy_without_init(error: BaseException) -> BaseException:
     # A custom __init__ may take other arguments than the ones in ``args``.
-    made = type(error).__new__(type(error), *error.args)
-    vars(made).update(vars(error))
-    return made
+    duplicate = type(error).__new__(type(error), *error.args)
+    vars(duplicate).update(vars(error))
+    return duplicate

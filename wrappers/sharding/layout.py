@@ -63,12 +63,12 @@ class Layout:
         raise TypeError(refusal("a layer split over a tensor axis"))
 
 
-def refusal(what: str) -> str:
-    """Return the message that ``what`` cannot be pickled, with alternatives."""
+def refusal(subject: str) -> str:
+    """Return the message that ``subject`` cannot be pickled, with alternatives."""
     return (
-        f"{what} cannot be pickled, because it is tied to this group of processes: pickle the bare "
-        "model before it is split and wrapped, or save state_dict() and load it into a new one; "
-        "copy.deepcopy works"
+        f"{subject} cannot be pickled, because it is tied to this group of processes: pickle the "
+        "bare model before it is split and wrapped, or save state_dict() and load it into a new "
+        "one; copy.deepcopy works"
     )
 
 
@@ -111,8 +111,8 @@ def local_part(tensor: Tensor) -> Tensor:
         return tensor
     # With gradients enabled, to_local() would add a node to the graph.
     with torch.no_grad():
-        part: Tensor = tensor.to_local()
-    return part
+        local: Tensor = tensor.to_local()
+    return local
 
 
 def as_global(tensor: Tensor, like: Tensor) -> Tensor:
@@ -134,10 +134,10 @@ def as_global(tensor: Tensor, like: Tensor) -> Tensor:
     return as_dtensor(tensor, layout)
 
 
-def as_dtensor(part: Tensor, layout: Layout) -> Tensor:
-    """Return ``part`` as the ``DTensor`` that ``layout`` describes; without a mesh, unchanged."""
+def as_dtensor(local: Tensor, layout: Layout) -> Tensor:
+    """Return ``local`` as the ``DTensor`` that ``layout`` describes; without a mesh, unchanged."""
     if layout.mesh is None:
-        return part
+        return local
     # Imported here, because the import is slow.
     from torch.distributed.tensor import DTensor
 
@@ -145,7 +145,7 @@ def as_dtensor(part: Tensor, layout: Layout) -> Tensor:
     stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
     with torch.no_grad():
         return DTensor.from_local(
-            part.detach(),
+            local.detach(),
             layout.mesh,
             layout.placements,
             run_check=False,
@@ -166,8 +166,8 @@ def take_part(source: Any, like: Tensor) -> Tensor:
     Raises:
         ValueError: ``source`` and ``like`` have different shapes as whole tensors.
     """
-    part = _cut(source, like).to(device=local_part(like).device, dtype=like.dtype)
-    return as_global(part, like) if is_dtensor(like) else part
+    local = _cut(source, like).to(device=local_part(like).device, dtype=like.dtype)
+    return as_global(local, like) if is_dtensor(like) else local
 
 
 @torch.no_grad()
@@ -208,18 +208,18 @@ def total_norm(
     """
     tensors = list(tensors)
     owners = tensors if like is None else list(like)
-    parts = [local_part(tensor) for tensor in tensors]
+    local_tensors = [local_part(tensor) for tensor in tensors]
     groups = [_groups(owner) for owner in owners]
     if not any(groups):
-        return get_total_norm(parts, norm_type)
+        return get_total_norm(local_tensors, norm_type)
     if norm_type <= 0:
         raise ValueError(f"norm_type must be above 0 for sharded tensors, got {norm_type!r}")
     by_groups: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
-    for part, over in zip(parts, groups, strict=True):
-        by_groups.setdefault(over, []).append(part)
+    for local, over in zip(local_tensors, groups, strict=True):
+        by_groups.setdefault(over, []).append(local)
     inf = math.isinf(norm_type)
-    device = _comm_device(next(one for one, over in zip(owners, groups, strict=True) if over))
-    powers = {over: _power(some, norm_type).to(device) for over, some in by_groups.items()}
+    device = _comm_device(next(owner for owner, over in zip(owners, groups, strict=True) if over))
+    powers = {over: _power(tensors, norm_type).to(device) for over, tensors in by_groups.items()}
     # Each value is reduced over its groups, in one collective for all values of a group.
     for group in dict.fromkeys(group for over in powers for group in over):
         keys = [over for over in powers if group in over]
@@ -228,8 +228,12 @@ def total_norm(
         powers.update(zip(keys, values.unbind(), strict=True))
     values = torch.stack(list(powers.values()))
     total = values.max() if inf else values.sum() ** (1.0 / norm_type)
-    dtype = torch.float64 if torch.float64 in {part.dtype for part in parts} else torch.float32
-    return total.to(device=parts[0].device, dtype=dtype)
+    dtype = (
+        torch.float64
+        if torch.float64 in {local.dtype for local in local_tensors}
+        else torch.float32
+    )
+    return total.to(device=local_tensors[0].device, dtype=dtype)
 
 
 # Models with split layers -> (the tensor group, whether every rank of the run is in such a group).
@@ -252,7 +256,7 @@ def drop_unreduced_gradients(parameters: Iterable[Tensor]) -> None:
     Such gradients come from forwards under ``no_sync``, and from a backward that raised. Each rank
     may call this independently.
     """
-    chosen = {id(one) for one in parameters} if fsdp_roots else ()
+    chosen = {id(param) for param in parameters} if fsdp_roots else ()
     for root in list(fsdp_roots):
         root.drop_gradients(chosen)
 
@@ -263,7 +267,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     This affects only fsdp roots inside ``model`` whose ``may_call_children`` is true.
     """
-    inside = {id(one) for one in model.modules()} if fsdp_roots else ()
+    inside = {id(module) for module in model.modules()} if fsdp_roots else ()
     with ExitStack() as stack:
         for root in list(fsdp_roots):
             if root.may_call_children and id(root.module) in inside:
@@ -273,7 +277,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the parameters of ``optimizer``."""
-    return (one for group in optimizer.param_groups for one in group["params"])
+    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 # Optimizers -> (the sizes of their parameter groups, the result of `has_placed_parameters`).
@@ -285,8 +289,8 @@ def has_placed_parameters(optimizer: Optimizer) -> bool:
     # Cached until a group changes its size, because checking every parameter in each update takes
     # as long as clipping.
     sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
-    known, answer = _placed.get(optimizer, ((), False))
-    if known != sizes:
+    cached_sizes, answer = _placed.get(optimizer, ((), False))
+    if cached_sizes != sizes:
         answer = any(map(is_dtensor_or_localised, parameters_of(optimizer)))
         _placed[optimizer] = (sizes, answer)
     return answer
@@ -311,28 +315,32 @@ def _groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
 def _cut(source: Any, like: Tensor) -> Tensor:
     layout = layout_of(like)
     if isinstance(source, Tensor) and is_dtensor_or_localised(source):
-        own = layout_of(source)
-        if (own.shape, own.offsets, own.sizes) == (layout.shape, layout.offsets, layout.sizes):
+        source_layout = layout_of(source)
+        if (source_layout.shape, source_layout.offsets, source_layout.sizes) == (
+            layout.shape,
+            layout.offsets,
+            layout.sizes,
+        ):
             return local_part(source).detach()
-        source = as_dtensor(local_part(source), own).full_tensor()  # type: ignore[attr-defined]
+        source = as_dtensor(local_part(source), source_layout).full_tensor()  # type: ignore[attr-defined]
     if tuple(source.shape) != layout.shape:
         raise ValueError(
             f"the whole tensor must have shape {layout.shape}, got shape {tuple(source.shape)}"
         )
     if isinstance(source, Tensor) and layout.sizes == layout.shape:
         return source.detach()
-    part: Tensor = source[layout.slices]
+    result: Tensor = source[layout.slices]
     # Cloned, because a view would keep the memory of the whole tensor.
-    return part.detach().clone() if isinstance(source, Tensor) else part
+    return result.detach().clone() if isinstance(source, Tensor) else result
 
 
-def _power(parts: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of ``parts`` to the power ``norm_type``; these powers can be summed.
+def _power(shards: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of ``shards`` to the power ``norm_type``; these powers can be summed.
 
     For an infinite ``norm_type``, return the norm itself.
     """
     # Leaves out empty parts, which have no largest element.
-    norm = get_total_norm([part for part in parts if part.numel()], norm_type).double()
+    norm = get_total_norm([shard for shard in shards if shard.numel()], norm_type).double()
     return norm if math.isinf(norm_type) else norm**norm_type
 
 
@@ -341,5 +349,9 @@ def _comm_device(owner: Tensor) -> torch.device:
 
     The parts may be elsewhere: FSDP2 can offload them to the CPU.
     """
-    mesh, here = layout_of(owner).mesh, local_part(owner).device
-    return here if mesh is None or mesh.device_type == here.type else torch.device(mesh.device_type)
+    mesh, device = layout_of(owner).mesh, local_part(owner).device
+    return (
+        device
+        if mesh is None or mesh.device_type == device.type
+        else torch.device(mesh.device_type)
+    )

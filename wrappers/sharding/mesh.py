@@ -198,24 +198,24 @@ def agree(describe: Callable[[], Mapping[str, Any]], mesh: DeviceMesh | None = N
         raise failure.kind(f"on rank {failure.rank}: {failure.text}") from error
     if len(set(digests)) == 1:
         return
-    (first_rank, first), *others = _gather((get_rank(), described), mesh)
-    for rank, other in others:
-        for name in [*first, *other]:
-            here, there = first.get(name, "absent"), other.get(name, "absent")
-            if here != there:
+    (first_rank, reference), *other_descriptions = _gather((get_rank(), described), mesh)
+    for rank, other in other_descriptions:
+        for name in [*reference, *other]:
+            expected, actual = reference.get(name, "absent"), other.get(name, "absent")
+            if expected != actual:
                 raise ValueError(
                     "the model and all options must be the same on all ranks, but "
-                    f"{name!r} is {here} on rank {first_rank} and {there} on rank {rank}"
+                    f"{name!r} is {expected} on rank {first_rank} and {actual} on rank {rank}"
                 )
 
 
 def _gather(value: Any, mesh: DeviceMesh | None) -> list[Any]:
     if mesh is None or not distributed_available():
         return all_gather_object(value)
-    known = {get_rank(): value}
+    by_rank = {get_rank(): value}
     for group, _ in _routes(mesh):
-        known = dict(ChainMap(*all_gather_object(known, group)))
-    return [known[rank] for rank in sorted(known)]
+        by_rank = dict(ChainMap(*all_gather_object(by_rank, group)))
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def require_process_group(kind: str, remedy: str) -> None:
@@ -236,11 +236,11 @@ def broadcast_from_first_rank(tensors: Iterable[Tensor], ranks: Ranks) -> None:
     """
     buckets: dict[tuple[Any, ...], list[Tensor]] = {}
     num_bytes: Counter[tuple[Any, ...]] = Counter()
-    for part in map(local_part, tensors):
-        if part.numel() and not part.is_meta:
-            kind = (part.dtype, part.device)
-            buckets.setdefault((*kind, num_bytes[kind] // _BUCKET_BYTES), []).append(part)
-            num_bytes[kind] += part.nbytes
+    for local in map(local_part, tensors):
+        if local.numel() and not local.is_meta:
+            kind = (local.dtype, local.device)
+            buckets.setdefault((*kind, num_bytes[kind] // _BUCKET_BYTES), []).append(local)
+            num_bytes[kind] += local.nbytes
     for group, source in _routes(ranks):
         for (_, device, _), bucket in buckets.items():
             _send(bucket, group, source, comm_device(group, prefer=device))
@@ -265,9 +265,9 @@ def _routes(mesh: Ranks) -> Iterator[tuple[ProcessGroup | None, int]]:
 
 
 def _send(bucket: Sequence[Tensor], group: Any, source: int, device: torch.device) -> None:
-    flat = torch.cat([part.reshape(-1) for part in bucket]).to(device)
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(device)
     distributed.broadcast(flat, source, group=group)
     if distributed.get_rank() != source:
-        sizes = [part.numel() for part in bucket]
-        for part, values in zip(bucket, torch.split(flat, sizes), strict=True):
-            part.copy_(values.view(part.shape))
+        sizes = [tensor.numel() for tensor in bucket]
+        for tensor, values in zip(bucket, torch.split(flat, sizes), strict=True):
+            tensor.copy_(values.view(tensor.shape))

@@ -71,7 +71,7 @@ def materialise(model: nn.Module, mesh: DeviceMesh, init: Initialiser | None = N
     jobs, device = _find_jobs(model, init), torch.device(mesh.device_type)
     # Not `to_empty`, which would replace the buffers too.
     model._apply(  # type: ignore[no-untyped-call]
-        lambda one: torch.empty_like(one, device=device) if one.is_meta else one
+        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
     )
     with _random_state_of_first(mesh, device):
         _Builder(model, jobs, device).run()
@@ -123,19 +123,19 @@ class _Builder:
         created: dict[_Slot, nn.Parameter] = {}
         for slot, shard in shards.items():
             is_used = not self._is_tied_copy(job, slot)
-            whole = self._whole.get(shard) if is_used else None
-            if whole is None:
+            full = self._whole.get(shard) if is_used else None
+            if full is None:
                 memory = torch.empty(shard.shape, dtype=shard.dtype, device=self._device)
-                whole = nn.Parameter(memory, shard.requires_grad)
+                full = nn.Parameter(memory, shard.requires_grad)
             if is_used:
-                created[slot] = self._whole[shard] = whole
-            slot[0]._parameters[slot[1]] = whole
+                created[slot] = self._whole[shard] = full
+            slot[0]._parameters[slot[1]] = full
         with _Writes() as writes, torch.no_grad():
             if job.init is not None:
                 job.init()
-        for slot, whole in created.items():
+        for slot, full in created.items():
             now = _parameter_in(slot)
-            if now is not whole or writes.contains(now):
+            if now is not full or writes.contains(now):
                 self._whole[shards[slot]] = now
                 self._written.add(shards[slot])
 
@@ -144,14 +144,14 @@ class _Builder:
         return slot[0] is job.module is not self._owners.get(_parameter_in(slot), job.module)
 
     def _store(self, shard: nn.Parameter) -> None:
-        whole = self._whole.pop(shard)
+        full = self._whole.pop(shard)
         if shard not in self._written:
             raise ValueError(
                 "every parameter on the meta device must be initialised, but nothing initialises "
                 f"{self._names[shard]}: initialise it in reset_parameters() of its module, or pass "
                 "param_init_fn(module) to the wrapper"
             )
-        copy_whole_(shard, whole)
+        copy_whole_(shard, full)
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -166,10 +166,10 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for at, argument in enumerate(func._schema.arguments):
             if argument.is_write:
                 value = args[at] if at < len(args) else named.get(argument.name)
-                for one in value if isinstance(value, (list, tuple)) else [value]:
-                    if isinstance(one, Tensor):
+                for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                    if isinstance(tensor, Tensor):
                         # The reference prevents another tensor from reusing the memory.
-                        self._seen[one.untyped_storage()._cdata] = one
+                        self._seen[tensor.untyped_storage()._cdata] = tensor
         return func(*args, **named)
 
     def contains(self, tensor: Tensor) -> bool:
@@ -178,9 +178,9 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _parameter_in(slot: _Slot) -> nn.Parameter:
-    found = slot[0]._parameters[slot[1]]
-    assert found is not None
-    return found
+    param = slot[0]._parameters[slot[1]]
+    assert param is not None
+    return param
 
 
 def _find_jobs(model: nn.Module, init: Initialiser | None) -> list[_Job]:
@@ -208,22 +208,24 @@ def _call(init: Initialiser, module: nn.Module) -> None:
         del vars(module)["to_empty"]
 
 
-def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    if module not in seen:
-        seen.add(module)
+def _children_first(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.Module]:
+    if module not in visited:
+        visited.add(module)
         for child in module.children():
-            yield from _children_first(child, seen)
+            yield from _children_first(child, visited)
         yield module
 
 
 def _meta_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    own = module.named_parameters(recurse=False, remove_duplicate=False)
-    return [(name, one) for name, one in own if one.is_meta]
+    named = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [(name, param) for name, param in named if param.is_meta]
 
 
 def _dry_run(module: nn.Module, init: Callable[[], Any]) -> list[_Slot]:
     """Run ``init`` on the meta device, which is cheap; return the parameters that it writes."""
-    slots = {(one, name): p for one in module.modules() for name, p in _meta_parameters(one)}
+    slots = {
+        (module, name): p for module in module.modules() for name, p in _meta_parameters(module)
+    }
     if all(owner is module for owner, _ in slots):
         return []
     state = torch.get_rng_state()
@@ -271,14 +273,14 @@ def _random_state_of_first(mesh: DeviceMesh, device: torch.device) -> Iterator[N
     if device.type != "cpu":
         kinds.append(torch.get_device_module(device))
     states = [kind.get_rng_state() for kind in kinds]
-    first = [state.clone() for state in states]
+    rank_0_states = [state.clone() for state in states]
     if distributed.is_initialized():
-        broadcast_from_first_rank(first, mesh)
-    for kind, state in zip(kinds, first, strict=True):
+        broadcast_from_first_rank(rank_0_states, mesh)
+    for kind, state in zip(kinds, rank_0_states, strict=True):
         kind.set_rng_state(state)
     try:
         yield
     finally:
-        for kind, before, state in zip(kinds, states, first, strict=True):
+        for kind, before, state in zip(kinds, states, rank_0_states, strict=True):
             if not torch.equal(before, state):
                 kind.set_rng_state(before)

@@ -32,12 +32,12 @@ class PartScaler(ShardedGradScaler):
     ) -> dict[torch.device, Tensor]:
         # Passes local parts, because torch's kernel takes all gradients at once and needs them on
         # one mesh.
-        parts = [
+        grads = [
             SimpleNamespace(grad=local_part(parameter.grad))
             for parameter in parameters_of(optimizer)
             if parameter.grad is not None
         ]
-        local: Any = SimpleNamespace(param_groups=[{"params": parts}])
+        local: Any = SimpleNamespace(param_groups=[{"params": grads}])
         return super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -45,6 +45,6 @@ class PartScaler(ShardedGradScaler):
         super().unscale_(optimizer)
         if self.is_enabled():
             # Fused steps combine this tensor with DTensors, so it must have no dimensions.
-            found = self._per_optimizer_states[id(optimizer)]
-            for device, overflow in found["found_inf_per_device"].items():
-                found["found_inf_per_device"][device] = overflow.squeeze()
+            optimizer_state = self._per_optimizer_states[id(optimizer)]
+            for device, overflow in optimizer_state["found_inf_per_device"].items():
+                optimizer_state["found_inf_per_device"][device] = overflow.squeeze()

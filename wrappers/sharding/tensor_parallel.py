@@ -93,7 +93,9 @@ def parallelize(
 def _split(
     model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle], localise: bool
 ) -> None:
-    before = [(one, name, value) for one in model.modules() for name, value in _parameters(one)]
+    before = [
+        (module, name, value) for module in model.modules() for name, value in _parameters(module)
+    ]
     for path, style in styles.items():
         layer = model.get_submodule(path)
         # Before the hooks of torch, which would return results of split inputs as split.
@@ -105,11 +107,11 @@ def _split(
     _keep_attributes(before)
     if localise:
         _localise_parts(model)
-    present = {id(one) for one in model.parameters()}
-    for _, _, old in before:
-        if id(old) not in present:
+    present = {id(param) for param in model.parameters()}
+    for _, _, previous in before:
+        if id(previous) not in present:
             # Marked, so that an optimizer that was given the old parameter can raise an error.
-            old.is_replaced = True  # type: ignore[attr-defined]
+            previous.is_replaced = True  # type: ignore[attr-defined]
 
 
 def check_plan(
@@ -159,12 +161,12 @@ def _planned(
     chosen: dict[str, tuple[str, ParallelStyle]] = {}
     for name, spec in plan.items():
         style = read_style(name, spec)
-        found = [path for path in modules if path and fnmatchcase(path, name)]
-        found = [name] if name in modules else found
-        if not found:
+        paths = [path for path in modules if path and fnmatchcase(path, name)]
+        paths = [name] if name in modules else paths
+        if not paths:
             hint = did_you_mean(name, filter(None, modules))
             problems.append(f"no module of the model has the path {name!r}{hint}")
-        for path in found:
+        for path in paths:
             if path in chosen:
                 problems.append(f"{path!r} is matched by {chosen[path][0]!r} and by {name!r}")
             fixed = isinstance(spec, ParallelStyle) or "input" in spec
@@ -216,26 +218,26 @@ def _placement(name: str, text: Any) -> Placement | None:
 
 def _layer_problems(path: str, module: nn.Module, style: ParallelStyle, size: int) -> Iterator[str]:
     """Yield the reasons why a layer cannot be split in this style."""
-    what = f"{path!r} is a {type(module).__name__}"
+    layer_text = f"{path!r} is a {type(module).__name__}"
     if any(map(is_dtensor_or_localised, module.parameters())):
         yield f"{path!r} is split already"
     elif isinstance(style, SequenceParallel):
         if any(True for child in module.children() for _ in child.parameters()):
-            yield f"{what} that contains layers; sequence needs a single layer"
+            yield f"{layer_text} that contains layers; sequence needs a single layer"
     elif isinstance(style, (ColwiseParallel, RowwiseParallel)):
         named = "colwise" if isinstance(style, ColwiseParallel) else "rowwise"
         dim, argument = _split_of(module, style)
         if dim is None:
-            yield f"{what}; {named} can split only Linear and Embedding"
+            yield f"{layer_text}; {named} can split only Linear and Embedding"
         elif (length := module.weight.shape[dim]) % size:  # type: ignore[index]
-            yield f"{what} with {argument}={length}, which {size} ranks cannot split evenly"
+            yield f"{layer_text} with {argument}={length}, which {size} ranks cannot split evenly"
 
 
 def _split_of(module: nn.Module, style: ParallelStyle | None) -> tuple[int | None, str]:
     """Return the entry of ``_SPLITS`` for a layer; (None, "") if there is none."""
-    for (styles, kind), found in _SPLITS.items():
+    for (styles, kind), split in _SPLITS.items():
         if isinstance(style, styles) and isinstance(module, kind):
-            return found
+            return split
     return None, ""
 
 
@@ -261,13 +263,13 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _keep_attributes(before: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
     """Copy attributes of old parameters to the new ones; tie new parameters like the old ones."""
     replaced: dict[int, nn.Parameter] = {}
-    for module, name, old in before:
-        new = module._parameters[name]
-        assert new is not None
-        if new is not old:
-            new.requires_grad_(old.requires_grad)
-            new.__dict__.update(old.__dict__)
-            module._parameters[name] = replaced.setdefault(id(old), new)
+    for module, name, previous in before:
+        current = module._parameters[name]
+        assert current is not None
+        if current is not previous:
+            current.requires_grad_(previous.requires_grad)
+            current.__dict__.update(previous.__dict__)
+            module._parameters[name] = replaced.setdefault(id(previous), current)
 
 
 class _DTensorsInForward:
@@ -287,28 +289,28 @@ class _DTensorsInForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> _DTensorsInForward:
         """Return hooks for a copy of the layer."""
         localised: list[Any] = deepcopy(self._localised, memo)
-        for one, copied in zip(self._localised, localised, strict=True):
+        for original, copied in zip(self._localised, localised, strict=True):
             # deepcopy does not copy attributes of parameters.
-            copied.tensor_layout = layout_of(one)
+            copied.tensor_layout = layout_of(original)
         return _DTensorsInForward(self._specs, localised)
 
     def replace(self, layer: nn.Module, inputs: Any) -> None:
         """Replace the parts before the forward."""
         for name, (mesh, placements, shape, stride) in self._specs.items():
             store = _store(layer, name)
-            part = store[name]
-            if not isinstance(part, DTensor):
-                self._parts[name] = part
+            local_param = store[name]
+            if not isinstance(local_param, DTensor):
+                self._parts[name] = local_param
                 # torch 2.11 fails for parts that require gradients if grad mode is off.
-                local = part if torch.is_grad_enabled() else part.detach()
+                local = local_param if torch.is_grad_enabled() else local_param.detach()
                 store[name] = DTensor.from_local(
                     local, mesh, placements, run_check=False, shape=shape, stride=stride
                 )
 
     def restore(self, layer: nn.Module, inputs: Any, output: Any) -> None:
         """Restore the parts after the forward, even after an error."""
-        for name, part in self._parts.items():
-            _store(layer, name)[name] = part
+        for name, local_param in self._parts.items():
+            _store(layer, name)[name] = local_param
         self._parts = {}
 
 
@@ -377,9 +379,9 @@ def _localise_parts(model: nn.Module) -> None:
                     specs[name] = mesh, placements, value.shape, value.stride()
                     store[name] = locals_.setdefault(id(value), _local(value))  # type: ignore[assignment]
         if specs:
-            parts = [_store(layer, name)[name] for name in specs]
+            local_params = [_store(layer, name)[name] for name in specs]
             hooks_of = _DTensorsInForward(
-                specs, [one for one in parts if hasattr(one, "tensor_layout")]
+                specs, [param for param in local_params if hasattr(param, "tensor_layout")]
             )
             layer.register_forward_pre_hook(hooks_of.replace, prepend=True)
             handle = layer.register_forward_hook(hooks_of.restore, always_call=True)
@@ -389,12 +391,12 @@ def _localise_parts(model: nn.Module) -> None:
                 hooks[_RESTORE_HOOK_ID] = hooks.pop(handle.id)  # type: ignore[assignment]
 
 
-def _local(whole: DTensor) -> Tensor:
-    part: Any = local_part(whole.detach())
-    if isinstance(whole, nn.Parameter):
-        attributes = {name: value for name, value in vars(whole).items() if name != "_is_param"}
-        part = nn.Parameter(part, requires_grad=whole.requires_grad)
-        part.__dict__.update(attributes)
-    if (layout := layout_of(whole)).sharded_over:
-        part.tensor_layout = layout
-    return part  # type: ignore[no-any-return]
+def _local(placed: DTensor) -> Tensor:
+    local: Any = local_part(placed.detach())
+    if isinstance(placed, nn.Parameter):
+        attributes = {name: value for name, value in vars(placed).items() if name != "_is_param"}
+        local = nn.Parameter(local, requires_grad=placed.requires_grad)
+        local.__dict__.update(attributes)
+    if (layout := layout_of(placed)).sharded_over:
+        local.tensor_layout = layout
+    return local  # type: ignore[no-any-return]

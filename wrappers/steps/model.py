@@ -119,7 +119,7 @@ class SupervisedModel(BaseModel):
         self.target_key = target_key
         self.data_preprocessor.to(device_of(net))
 
-    def forward(self, *items: Any, mode: str = "tensor", **named: Any) -> Any:
+    def forward(self, *entries: Any, mode: str = "tensor", **named: Any) -> Any:
         """Return the net's output ("tensor"), its losses ("loss") or a list of predictions.
 
         Raises:
@@ -127,22 +127,22 @@ class SupervisedModel(BaseModel):
             TypeError: mode "predict", and the net returns neither a tensor nor a list.
             ValueError: ``mode`` is not "tensor", "loss" or "predict".
         """
-        batch: Any = named or items
+        batch: Any = named or entries
         key, target = self.input_key, None
         try:
-            given = batch[key]
+            net_input = batch[key]
             if mode == "loss":
                 key = self.target_key
                 target = batch[key]
         except (LookupError, TypeError):
             setting = "input_key" if key == self.input_key else "target_key"
             is_named = isinstance(batch, dict)
-            found = f"the keys {list(batch)}" if is_named else f"{len(batch)} entries"
+            description = f"the keys {list(batch)}" if is_named else f"{len(batch)} entries"
             raise KeyError(
-                f"{setting}={key!r} is not in the batch, which has {found}; "
+                f"{setting}={key!r} is not in the batch, which has {description}; "
                 f"change {setting} of SupervisedModel"
             ) from None
-        output = self.net(given)
+        output = self.net(net_input)
         if mode == "loss":
             loss = self.loss(output, target)
             return loss if isinstance(loss, dict) else {"loss": loss}
@@ -166,10 +166,10 @@ class SupervisedModel(BaseModel):
             ``preds`` and ``target`` (first dimension: samples), ``loss`` (mean, 0-d) and
             ``num_samples``; ``target`` and ``loss`` only if the batch has a target.
         """
-        items, named = as_call(self.data_preprocessor(data, training=False))
-        preds = self(*items, **named, mode="tensor")
+        entries, named = as_call(self.data_preprocessor(data, training=False))
+        preds = self(*entries, **named, mode="tensor")
         result: dict[str, Any] = {"preds": preds, "num_samples": _count(preds)}
-        batch: Any = named or items
+        batch: Any = named or entries
         key = self.target_key
         if batch.get(key) is not None if named else isinstance(key, int) and key < len(batch):
             result["target"] = batch[key]

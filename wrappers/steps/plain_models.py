@@ -60,7 +60,10 @@ def _needs_hook(model: nn.Module) -> bool:
 
 
 def _takes_mode(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    return any(one.name == "mode" or one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return any(
+        parameter.name == "mode" or parameter.kind is parameter.VAR_KEYWORD
+        for parameter in parameters.values()
+    )
 
 
 def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -79,7 +82,7 @@ def without_targets(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, 
     if "mode" in parameters or getattr(config, "is_encoder_decoder", False):
         return batch
     optional = {key for key in _TARGETS if key in parameters}
-    return {name: one for name, one in batch.items() if name not in optional}
+    return {name: value for name, value in batch.items() if name not in optional}
 
 
 def named_outputs(
@@ -94,10 +97,12 @@ def named_outputs(
     """
     if is_dataclass(outputs) and isinstance(outputs, MutableMapping):
         named = _of_typed_output(model, outputs, kwargs)
-        outputs |= {name: one for name, one in named.items() if name not in outputs}
+        outputs |= {name: value for name, value in named.items() if name not in outputs}
     elif isinstance(outputs, list) and drops_mode(model):
-        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-        target = next((given[name] for name in _TARGETS if given.get(name) is not None), None)
+        arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        target = next(
+            (arguments[name] for name in _TARGETS if arguments.get(name) is not None), None
+        )
         named = {"preds": outputs, "num_samples": len(outputs)}
         return named if target is None else {**named, "target": target}
     return outputs
@@ -106,12 +111,12 @@ def named_outputs(
 def _of_typed_output(
     model: nn.Module, output: Mapping[str, Any], batch: Mapping[str, Any]
 ) -> dict[str, Any]:
-    sizes = (len(one) for one in batch.values() if isinstance(one, Tensor) and one.ndim)
+    sizes = (len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim)
     preds, target = output.get("logits"), batch.get("labels")
     if isinstance(preds, Tensor) and isinstance(target, Tensor) and _predicts_next(model):
         preds, target = preds[:, :-1], target[:, 1:]
-    found = {"preds": preds, "target": target, "num_samples": next(sizes, None)}
-    return {name: value for name, value in found.items() if value is not None}
+    named = {"preds": preds, "target": target, "num_samples": next(sizes, None)}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _predicts_next(model: Any) -> bool:
@@ -155,18 +160,18 @@ def explain_forward(model: nn.Module, error: BaseException, batch: Any) -> None:
     if not isinstance(fields_of(batch), (list, tuple, Mapping)):
         return
     args, kwargs = as_call(batch)
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     mode = {} if drops_mode(model) else {"mode": "loss"}
     try:
         inspect.signature(model.forward).bind(*args, **{**kwargs, **mode})
     except TypeError as mismatch:
-        known = [one for one in parameters if one != "mode"]
+        names = [name for name in parameters if name != "mode"]
         unknown = [] if takes_any else [key for key in kwargs if key not in parameters]
-        free = [one for one in known if one not in kwargs]
+        free = [name for name in names if name not in kwargs]
         hints = [f"it has no argument {key!r}{did_you_mean(str(key), free)}" for key in unknown]
         raise BatchMismatchError(
             f"the batch does not fit {name}.forward: {'; '.join(hints) or mismatch}. The batch has "
-            f"{_described(batch)}; forward takes {', '.join(known)}. Change the data set, or "
+            f"{_described(batch)}; forward takes {', '.join(names)}. Change the data set, or "
             "rename or leave out entries in collate"
         ) from error
 

@@ -20,7 +20,7 @@ def fields_of(batch: Any) -> Any:
     Dataclasses that are also mappings, such as the outputs of transformers, are returned unchanged.
     """
     if is_dataclass(batch) and not isinstance(batch, (type, Mapping)):
-        return {one.name: getattr(batch, one.name) for one in fields(batch)}
+        return {field.name: getattr(batch, field.name) for field in fields(batch)}
     return batch
 
 
@@ -32,17 +32,17 @@ def path_to_samples(batch: Any) -> tuple[Any, ...] | None:
     """
     if isinstance(batch, Tensor):
         return () if batch.dim() else None
-    items: Any = ()
+    children: Any = ()
     if isinstance(batch, Mapping):
-        items = batch.items()
+        children = batch.items()
     elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        items = enumerate(batch)
-    items = list(items)
-    for key, part in items:
-        if isinstance(part, list) and part and isinstance(part[0], Mapping):
+        children = enumerate(batch)
+    children = list(children)
+    for key, child in children:
+        if isinstance(child, list) and child and isinstance(child[0], Mapping):
             return (key,)
-    for key, part in items:
-        below = path_to_samples(part)
+    for key, child in children:
+        below = path_to_samples(child)
         if below is not None:
             return (key, *below)
     return None
@@ -65,28 +65,30 @@ def move(data: Any, device: torch.device, non_blocking: bool | None = None) -> A
     if callable(getattr(data, "to", None)):
         # Some classes have a ``to`` that takes only the device.
         return data.to(device, non_blocking=True) if non_blocking else data.to(device)
-    if (items := fields_of(data)) is not data:
+    if (entries := fields_of(data)) is not data:
         moved = copy(data)
-        for name, item in items.items():
+        for name, entry in entries.items():
             # Unlike setattr(), this works for frozen dataclasses too.
-            object.__setattr__(moved, name, move(item, device, non_blocking))
+            object.__setattr__(moved, name, move(entry, device, non_blocking))
         return moved
     if not isinstance(data, Sequence) or isinstance(data, (range, memoryview)):
         return data
     return _rebuilt(data, _move_all(data, device, non_blocking))
 
 
-def _move_all(items: Iterable[Any], device: torch.device, non_blocking: bool | None) -> list[Any]:
+def _move_all(entries: Iterable[Any], device: torch.device, non_blocking: bool | None) -> list[Any]:
     # Common case: the tensor is on the device already. Skipping the call saves time.
     return [
-        one if isinstance(one, Tensor) and one.device == device else move(one, device, non_blocking)
-        for one in items
+        entry
+        if isinstance(entry, Tensor) and entry.device == device
+        else move(entry, device, non_blocking)
+        for entry in entries
     ]
 
 
-def _rebuilt(data: Any, items: list[Any]) -> Any:
-    """Return ``items`` as a sequence or namedtuple of the type of ``data``."""
-    return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+def _rebuilt(data: Any, entries: list[Any]) -> Any:
+    """Return ``entries`` as a sequence or namedtuple of the type of ``data``."""
+    return type(data)(*entries) if hasattr(data, "_fields") else type(data)(entries)
 
 
 def as_call(data: Any) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -174,8 +176,8 @@ class DataPreprocessor(nn.Module):
         ``to`` if they have one.
         """
         # Common case: a flat sequence of tensors that are on the device already.
-        for item in data if type(data) in (list, tuple) else (None,):
-            if not (isinstance(item, Tensor) and item.device == self._device):
+        for entry in data if type(data) in (list, tuple) else (None,):
+            if not (isinstance(entry, Tensor) and entry.device == self._device):
                 return move(fields_of(data), self._device, self.non_blocking)
         return data
 
@@ -206,9 +208,9 @@ class DataPreprocessor(nn.Module):
                 f"cannot normalise entry {index!r} of a batch of type {type(data).__name__}; "
                 "input_key must be an index of a list or tuple, or a key of a dict"
             )
-        items = list(data)
-        items[index] = self._normalise(items[index])
-        return _rebuilt(data, items)
+        entries = list(data)
+        entries[index] = self._normalise(entries[index])
+        return _rebuilt(data, entries)
 
     def _normalise(self, inputs: Tensor) -> Tensor:
         shape = (-1, *(1,) * (inputs.ndim - 2))

@@ -75,10 +75,10 @@ def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, d
         return only, {"loss": only.detach()}
     if is_dataclass(losses):
         return _parse_output(losses)
-    means = {name: _mean(name, one) for name, one in losses.items()}
-    parts = {name: part for name, part in means.items() if part is not None}
-    counted = [part for name, part in parts.items() if "loss" in name]
-    counted = counted or [part for part in parts.values() if part.requires_grad]
+    means = {name: _mean(name, loss) for name, loss in losses.items()}
+    averaged = {name: mean for name, mean in means.items() if mean is not None}
+    counted = [mean for name, mean in averaged.items() if "loss" in name]
+    counted = counted or [mean for mean in averaged.values() if mean.requires_grad]
     if not counted:
         raise ValueError(
             "found no loss to optimise: a name must contain 'loss', or its value must require a "
@@ -86,16 +86,16 @@ def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, d
         )
     total = sum(counted[1:], counted[0])
     logs = {"loss": total.detach()}
-    logs |= {name: part.detach() for name, part in parts.items() if name != "loss"}
-    if "loss" in parts and len(counted) > 1:
-        logs["loss_raw"] = parts["loss"].detach()
+    logs |= {name: mean.detach() for name, mean in averaged.items() if name != "loss"}
+    if "loss" in averaged and len(counted) > 1:
+        logs["loss_raw"] = averaged["loss"].detach()
     return total, logs
 
 
 def _parse_output(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Parse a dataclass; its field ``loss`` is the total, if it exists."""
-    tensors = {name: one for name, one in output.items() if isinstance(one, Tensor)}
-    figures = {name: one for name, one in tensors.items() if one.ndim == 0 or "loss" in name}
+    tensors = {name: value for name, value in output.items() if isinstance(value, Tensor)}
+    figures = {name: value for name, value in tensors.items() if value.ndim == 0 or "loss" in name}
     if not hasattr(output, "loss") and any("loss" in name for name in figures):
         return parse_losses(figures)
     if "loss" not in figures:
@@ -104,7 +104,7 @@ def _parse_output(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
             "must contain the targets from which the model computes its loss, usually as `labels`"
         )
     total, logs = parse_losses({"loss": figures.pop("loss")})
-    return total, logs | {name: one.detach().float().mean() for name, one in figures.items()}
+    return total, logs | {name: value.detach().float().mean() for name, value in figures.items()}
 
 
 def _mean(name: str, value: Any) -> Tensor | None:
@@ -115,9 +115,9 @@ def _mean(name: str, value: Any) -> Tensor | None:
         # A 0-d tensor is its own mean; mean() would only add a node to the graph.
         mean: Tensor = value.mean() if value.ndim else value
         return mean
-    if not isinstance(value, list) or not all(isinstance(part, Tensor) for part in value):
+    if not isinstance(value, list) or not all(isinstance(entry, Tensor) for entry in value):
         raise TypeError(f"{name} is not a tensor or list of tensors, got {type(value).__name__}")
-    means = [one for part in value if (one := _mean(name, part)) is not None]
+    means = [entry_mean for entry in value if (entry_mean := _mean(name, entry)) is not None]
     return sum(means[1:], means[0]) if means else None
 
 
@@ -255,13 +255,13 @@ class Steps(_Modes, ModelFeatures):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the model and wrap the copy for the same ranks; every rank must call this."""
-        made: Any = type(self).__new__(type(self))
-        memo[id(self)] = made
+        duplicate: Any = type(self).__new__(type(self))
+        memo[id(self)] = duplicate
         if self.data_group is not None:
             memo[id(self.data_group)] = self.data_group
         reduced: Any = super().__reduce_ex__(4)
-        made.__setstate__(deepcopy(reduced[2], memo))
-        return made
+        duplicate.__setstate__(deepcopy(reduced[2], memo))
+        return duplicate
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the wrapper; raise TypeError if it has a ``data_group``."""
@@ -287,8 +287,10 @@ class Steps(_Modes, ModelFeatures):
         Raises:
             TypeError: the result is not a list, tuple, mapping or dataclass.
         """
-        own = getattr(self.module, "data_preprocessor", None)
-        batch = (self._preprocessor if own is None else own)(data, training=training)
+        preprocessor = getattr(self.module, "data_preprocessor", None)
+        batch = (self._preprocessor if preprocessor is None else preprocessor)(
+            data, training=training
+        )
         return batch if isinstance(batch, (list, tuple, dict)) else as_call(batch)[1]
 
     def _raise_explained(
@@ -318,19 +320,19 @@ class Steps(_Modes, ModelFeatures):
     @classmethod
     def config_signature(cls) -> inspect.Signature:
         """Return the signature with ``**options`` replaced by the parameters they may contain."""
-        found: dict[str, inspect.Parameter] = {}
-        for base in (one for one in cls.__mro__ if "__init__" in vars(one)):
-            given = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
-            passes_on = any(one.kind is one.VAR_KEYWORD for one in given)
+        parameters: dict[str, inspect.Parameter] = {}
+        for base in (base for base in cls.__mro__ if "__init__" in vars(base)):
+            declared = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+            passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in declared)
             further = vars(base).get("passed_on", ()) if passes_on else ()
-            is_first = not found
-            for one in (*given, *further):
-                if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-                    kind = one.kind if is_first else one.KEYWORD_ONLY
-                    found.setdefault(one.name, one.replace(kind=kind))
+            is_first = not parameters
+            for parameter in (*declared, *further):
+                if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                    kind = parameter.kind if is_first else parameter.KEYWORD_ONLY
+                    parameters.setdefault(parameter.name, parameter.replace(kind=kind))
             if not passes_on:
                 break
-        return inspect.Signature(list(found.values()))
+        return inspect.Signature(list(parameters.values()))
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
@@ -384,8 +386,8 @@ class SingleDevice(Steps, nn.Module):
 
 def only_moves(wrapper: Any) -> bool:
     """Return whether a wrapper's preprocessor only moves batches to the device."""
-    own = getattr(wrapper.module, "data_preprocessor", None)
-    preprocess = wrapper._preprocessor if own is None else own
+    preprocessor = getattr(wrapper.module, "data_preprocessor", None)
+    preprocess = wrapper._preprocessor if preprocessor is None else preprocessor
     return (
         type(preprocess) is DataPreprocessor
         and preprocess._mean is None
@@ -414,7 +416,9 @@ def reject_model_train_step(
     """
     if wrapper.train_step is not Steps.train_step or not overrides_train_step(model):
         return
-    public = next(one for one in wrapper.__mro__ if one.__module__.startswith("stepwrap.wrappers."))
+    public = next(
+        base for base in wrapper.__mro__ if base.__module__.startswith("stepwrap.wrappers.")
+    )
     raise TypeError(
         f"{type(model).__name__} overrides train_step, which cannot work under "
         f"{wrapper.__name__}: the step calls the model directly, which {why}. {remedy}Put the step "

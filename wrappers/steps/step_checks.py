@@ -31,7 +31,7 @@ def has_custom_step(model: Any) -> bool:
     """Return whether a wrapper runs a custom training step: a subclass's method or the model's."""
     if getattr(model, "_uses_model_step", False):
         return True
-    owner = next((one for one in type(model).__mro__ if "train_step" in vars(one)), None)
+    owner = next((base for base in type(model).__mro__ if "train_step" in vars(base)), None)
     return owner is None or not owner.__module__.startswith("stepwrap.wrappers.")
 
 
@@ -59,9 +59,9 @@ class AveragingWatch:
         self._is_expected = False
         self._backward = -1
         self._handles = [
-            one.register_post_accumulate_grad_hook(self._check)
-            for one in wrapper.module.parameters()
-            if one.requires_grad
+            param.register_post_accumulate_grad_hook(self._check)
+            for param in wrapper.module.parameters()
+            if param.requires_grad
         ]
 
     def note_forward(self) -> None:
@@ -100,8 +100,8 @@ class ThawWatch:
 
     def check(self) -> None:
         """Check all parameters, before a forward."""
-        for name, one in self._frozen.items():
-            if one.requires_grad and torch.is_grad_enabled():
+        for name, param in self._frozen.items():
+            if param.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
                     f"{name!r} was frozen when {self._kind} wrapped the model and requires a "
                     "gradient now, which would not be averaged over the ranks. Every parameter "
@@ -207,7 +207,7 @@ def watch_gradients(model: nn.Module) -> Iterator[set[int]]:
     received: set[int] = set()
     handles = [
         parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            lambda one: received.add(id(one))
+            lambda gradient: received.add(id(gradient))
         )
         for parameter in model.parameters()
         if parameter.requires_grad
@@ -240,11 +240,11 @@ def detect_anomalous_params(
         used = checkpointed and parameter.grad is not None
         if not (used if received is None else id(parameter) in received):
             missing[name] = parameter
-    seen: set[tuple[str, ...]] = model.__dict__.setdefault("_anomalies_seen", set())
-    if tuple(missing) not in seen:
-        seen.add(tuple(missing))
-        for name, one in missing.items():
-            logger.error("%s with shape %s is not in the computational graph", name, one.size())
+    reported: set[tuple[str, ...]] = model.__dict__.setdefault("_anomalies_seen", set())
+    if tuple(missing) not in reported:
+        reported.add(tuple(missing))
+        for name, param in missing.items():
+            logger.error("%s with shape %s is not in the computational graph", name, param.size())
     return list(missing)
 
 
@@ -259,7 +259,7 @@ def _leaves(loss: Tensor) -> tuple[set[int], bool]:
         if hasattr(node, "variable"):
             leaves.add(id(node.variable))
         checkpointed = checkpointed or isinstance(node, _REENTRANT)
-        following = {one for one, _ in node.next_functions} - visited
+        following = {successor for successor, _ in node.next_functions} - visited
         visited |= following
         stack += following
     return leaves, checkpointed

@@ -131,8 +131,8 @@ def _caffe2_xavier(weight: Tensor) -> Tensor:
 def _function(method: str, distribution: str) -> Callable[..., Tensor]:
     if distribution not in ("normal", "uniform"):
         raise ValueError(f"distribution must be 'normal' or 'uniform', got {distribution!r}")
-    found: Callable[..., Tensor] = getattr(init, f"{method}_{distribution}_")
-    return found
+    function: Callable[..., Tensor] = getattr(init, f"{method}_{distribution}_")
+    return function
 
 
 def _load(
@@ -149,7 +149,9 @@ def _load(
     weights: Any = loaded.get("state_dict", loaded) if isinstance(loaded, Mapping) else {}
     if prefix:
         start = prefix.rstrip(".") + "."
-        weights = {k.removeprefix(start): one for k, one in weights.items() if k.startswith(start)}
+        weights = {
+            k.removeprefix(start): weight for k, weight in weights.items() if k.startswith(start)
+        }
     if module.state_dict().keys().isdisjoint(weights):
         where = f" under {prefix!r}" if prefix else ""
         raise ValueError(f"{checkpoint} has no weights of {type(module).__name__}{where}")
@@ -185,14 +187,14 @@ class _Entry:
     name: str | None = None
 
     def apply(self, module: nn.Module) -> None:
-        part = module if self.name is None else _submodule(module, self.name)
+        target = module if self.name is None else _submodule(module, self.name)
         if self.kind == _PRETRAINED:
-            _load(part, **self.options)
+            _load(target, **self.options)
             return
-        for one in part.modules():
-            names = {base.__name__ for base in type(one).__mro__}
+        for child in target.modules():
+            names = {base.__name__ for base in type(child).__mro__}
             if self.name is not None or self.layers & names:
-                self._fill(one)
+                self._fill(child)
 
     def _fill(self, module: nn.Module) -> None:
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
@@ -206,17 +208,17 @@ def _submodule(module: nn.Module, name: str) -> nn.Module:
     try:
         return module.get_submodule(name)
     except AttributeError:
-        known = [child for child, _ in module.named_children()]
+        children = [child for child, _ in module.named_children()]
         raise ValueError(
             f"module did not have attribute {name}, the name of an override in init_cfg; "
-            f"{type(module).__name__} has {known}"
+            f"{type(module).__name__} has {children}"
         ) from None
 
 
 def _parse(init_cfg: InitSettings | None) -> list[_Entry]:
     """Return the entries in the order in which they apply: each before its overrides."""
-    given = _mappings("init_cfg", () if init_cfg is None else init_cfg)
-    return [entry for one in given for entry in _parse_one(one)]
+    settings = _mappings("init_cfg", () if init_cfg is None else init_cfg)
+    return [entry for setting in settings for entry in _parse_one(setting)]
 
 
 def _mappings(name: str, given: Any) -> list[Mapping[str, Any]]:
