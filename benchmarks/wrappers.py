@@ -273,7 +273,7 @@ def device_of_rank(
         yield device
 
 
-def memory_of(settings: argparse.Namespace, kind: str, contestant: str, size: str) -> float:
+def get_memory(settings: argparse.Namespace, kind: str, contestant: str, size: str) -> float:
     """Return the largest growth of memory of a rank, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = 1 if kind == "dp" else settings.ranks
@@ -309,7 +309,7 @@ def compare_memory(settings: argparse.Namespace) -> None:
             runs: dict[str, list[float]] = {contestant: [] for contestant in contestants(kind)}
             for _ in range(settings.processes):
                 for contestant, values in runs.items():
-                    values.append(max(memory_of(settings, kind, contestant, size), 1.0) / MB)
+                    values.append(max(get_memory(settings, kind, contestant, size), 1.0) / MB)
             report.add(f"{kind}, {size} parameters: memory of a rank", "MB", runs, "by hand")
 
 

@@ -162,7 +162,7 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def text_of(error: BaseException) -> str:
+def get_text(error: BaseException) -> str:
     """Return type and text of an error, even if its ``__str__`` fails."""
     try:
         return f"{type(error).__name__}: {error}"

@@ -34,7 +34,7 @@ def hash_tensors(tensors: Iterable[Tensor]) -> int | Tensor:
     computes a 0-d int64 tensor, and the host does not wait. On the CPU, SHA-1 is faster, and the
     hash is an int.
     """
-    vectors = [_bytes_of(tensor) for tensor in tensors]
+    vectors = [_get_bytes(tensor) for tensor in tensors]
     if vectors and vectors[0].device.type != "cpu":
         return hash_words(vectors)
     digest = hashlib.sha1(usedforsecurity=False)
@@ -65,7 +65,7 @@ def hash_words(vectors: Sequence[Tensor]) -> Tensor:
     return _mixed(torch.stack(sums)).sum() + sum(map(len, vectors))
 
 
-def bits_of(value: Tensor | float) -> int | Tensor:
+def get_bits(value: Tensor | float) -> int | Tensor:
     """Return the bits of a number, or the hash of several."""
     tensor = torch.as_tensor(value).detach()
     if tensor.ndim or tensor.is_complex():
@@ -95,11 +95,11 @@ def _number(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def _get_bytes(tensor: Tensor) -> Tensor:
     values = local_part(tensor).detach()
     if values.layout is not torch.strided:
         values = values.to_sparse(layout=torch.sparse_coo).coalesce()
-        return torch.cat([_bytes_of(values.indices()), _bytes_of(values.values())])
+        return torch.cat([_get_bytes(values.indices()), _get_bytes(values.values())])
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     return values.resolve_neg().contiguous().reshape(-1).view(torch.uint8)

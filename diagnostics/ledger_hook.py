@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..collectives import get_rank, get_world_size
-from ..loops.checkpoints.weights import device_of, plain_name, user_model
+from ..loops.checkpoints.weights import get_device, plain_name, user_model
 from ..loops.hook import Hook
-from ..loops.hooks.monitors import optimizers_of
+from ..loops.hooks.monitors import get_optimizers
 from ..loops.schedule import positive
 from ..loops.state import LoopState, fetch
 from ..registry import HOOKS
 from ..wrappers.sharding.layout import reshard
-from .fingerprint import bits_of, hash_bytes, hash_streams, hash_tensors
+from .fingerprint import get_bits, hash_bytes, hash_streams, hash_tensors
 from .ledger import Item, LedgerWriter
 
 Named = list[tuple[str, Tensor]]
@@ -91,7 +91,7 @@ class LedgerHook(Hook):
         )
         model = user_model(state.model)
         self._names = {id(p): plain_name(name) for name, p in model.named_parameters()}
-        for name, _, optimizer in optimizers_of(state):
+        for name, _, optimizer in get_optimizers(state):
             hash_gradients = partial(self._hash_gradients, name)
             self._handles.append(optimizer.register_step_pre_hook(hash_gradients))
         if self._full and not any(map(_is_compiled, state.model.modules())):
@@ -99,7 +99,7 @@ class LedgerHook(Hook):
         self._hash_weights(state)
         groups = (
             group_params
-            for name, _, optim in optimizers_of(state)
+            for name, _, optim in get_optimizers(state)
             for _, group_params in _groups(name, optim)
         )
         trained = {id(p) for group_params in groups for p in group_params}
@@ -116,18 +116,18 @@ class LedgerHook(Hook):
         number = state.iteration - began + 1
         self._where = f" of batch {number}" if number > 1 else ""
         sampler: Any = getattr(state.dataloader, "batch_sampler", None)
-        if hasattr(sampler, "indices_of"):
-            indices = sampler.indices_of(state.epoch, state.batch)
+        if hasattr(sampler, "get_indices"):
+            indices = sampler.get_indices(state.epoch, state.batch)
             self._add("data", "sample ids", hash_bytes(repr(indices).encode()))
-        for name, value in hash_streams(device_of(state.model)):
+        for name, value in hash_streams(get_device(state.model)):
             self._add("random state", name, value)
-        for key, entry in _items_of(batch) or [("", batch)]:
+        for key, entry in _get_entries(batch) or [("", batch)]:
             self._add("data", f"batch.{key}".rstrip("."), hash_tensors(_tensors_in(entry)))
 
     def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
         if self._due:
             for name, value in logs.items():
-                self._add("forward", name, bits_of(value))
+                self._add("forward", name, get_bits(value))
 
     def on_update(self, state: LoopState) -> None:
         if self._due:
@@ -152,7 +152,7 @@ class LedgerHook(Hook):
 
     def _hash_weights(self, state: LoopState) -> None:
         reshard(state.model)
-        for name, _, optimizer in optimizers_of(state):
+        for name, _, optimizer in get_optimizers(state):
             for group, parameters in _groups(name, optimizer):
                 self._add_group("update", group, self._named(parameters))
         buffers = [(plain_name(n), buffer) for n, buffer in user_model(state.model).named_buffers()]
@@ -221,7 +221,7 @@ def _is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
-def _items_of(value: Any) -> list[tuple[Any, Any]]:
+def _get_entries(value: Any) -> list[tuple[Any, Any]]:
     """Return the parts of a batch, or of an object in it, by key; [] for a single value."""
     if isinstance(value, (Tensor, str, bytes)):
         return []
@@ -242,5 +242,5 @@ def _tensors_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Tensor]:
     elif isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
         yield torch.tensor(hash_bytes(repr(value).encode()))
     elif depth:
-        for _, entry in _items_of(value):
+        for _, entry in _get_entries(value):
             yield from _tensors_in(entry, depth - 1)

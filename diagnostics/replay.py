@@ -167,13 +167,13 @@ def _compare(replayed: Replayed, state: LoopState, folder: Path) -> None:
     saved = broadcast(next((str(p) for p, meta in listed if meta["step"] == state.step), ""))
     if not saved:
         return
-    ours = _bits_of(state.model)
+    ours = _get_bits(state.model)
     load_checkpoint(saved).load_model(state.model)
-    equal = all(map(torch.equal, ours, _bits_of(state.model)))
+    equal = all(map(torch.equal, ours, _get_bits(state.model)))
     replayed.saved, replayed.equal = saved, all(all_gather_object(equal))
 
 
-def _bits_of(model: nn.Module) -> list[Tensor]:
+def _get_bits(model: nn.Module) -> list[Tensor]:
     """Return this rank's parts of all weights and buffers as bytes, so that NaN equals itself."""
     reshard(model)
     tensors = (local_part(tensor).detach() for tensor in (*model.parameters(), *model.buffers()))

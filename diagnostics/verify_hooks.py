@@ -76,7 +76,7 @@ class SamplesHook(Hook):
         folder = state.run_dir / "samples"
         folder.mkdir(exist_ok=True)
         with (folder / f"{get_rank()}_{os.getpid()}.jsonl").open("a") as file:
-            for number, index in enumerate(sampler.indices_of(state.epoch, state.batch)):
+            for number, index in enumerate(sampler.get_indices(state.epoch, state.batch)):
                 row = (state.step + 1, state.epoch, state.batch, number, sampler.rank, index)
                 file.write(f"{json.dumps(row)}\n")
 

@@ -21,7 +21,7 @@ from ..loops import Checkpoint, find_checkpoint, load_checkpoint
 from ..registry import RunSections, optim_wrapper_sections
 from ..runner.command.cli import main
 from ..runner.command.command import Options, mistake
-from ..runner.guard import raising_stops, with_parent_watched
+from ..runner.guard import add_parent_watch, raising_stops
 from ..runner.launcher import started_outside
 from ..runner.sections import read_sections
 from . import verify_hooks
@@ -90,7 +90,7 @@ class _Runs:
         command = ["train", *self._words, *words, *nproc_words, f"--run-dir={run_dir}"]
         args = (multiprocessing.get_start_method(), command, output)
         process = multiprocessing.get_context("spawn").Process(target=_train, args=args)
-        with with_parent_watched():
+        with add_parent_watch():
             process.start()
         try:
             process.join()
@@ -127,7 +127,7 @@ def _verify(runs: _Runs, options: Options, run: RunSections) -> int:
     killed = runs.train("killed", kill, until=kill_at)
     start = _last_checkpoint(killed)
     if difference := first_difference(read_ledger(uninterrupted), read_ledger(killed)):
-        print(f"{_text_of(difference)} before the kill: the run is not repeatable", flush=True)
+        print(f"{_format_text(difference)} before the kill: the run is not repeatable", flush=True)
         _print_causes(runs, difference)
         return DIFFERENT
     shutil.copytree(killed, runs.folder / "resumed", ignore=shutil.ignore_patterns("samples"))
@@ -147,7 +147,7 @@ def _verify(runs: _Runs, options: Options, run: RunSections) -> int:
         same = "sample ids, random states, losses, gradients, weights, optimizer state, logs"
         print(f"the same in both runs: {same}")
         return 0
-    print(_text_of(difference), flush=True)
+    print(_format_text(difference), flush=True)
     _print_causes(runs, difference, start.path)
     return DIFFERENT
 
@@ -166,7 +166,7 @@ def _middle(end: Mapping[str, Any]) -> int:
     return int(min(end["step"], passes // 2 * steps + max(_LOST + 1, steps / 2)))
 
 
-def _text_of(difference: Difference) -> str:
+def _format_text(difference: Difference) -> str:
     if difference.stage == "random state":
         rank = f"step {difference.step}, rank {difference.rank}"
         return f"{rank}: the {difference.name} random state differs"

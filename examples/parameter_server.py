@@ -46,7 +46,7 @@ def serve(group: RpcGroup) -> float | None:
     # Uses the pushes that have not been reduced yet.
     server.close()
     server.watch()
-    return accuracy_of(net) if group.get_cur_name() == "primary" else None
+    return measure_accuracy(net) if group.get_cur_name() == "primary" else None
 
 
 def work(group: RpcGroup, rank: int, epochs: int) -> None:
@@ -64,7 +64,7 @@ def work(group: RpcGroup, rank: int, epochs: int) -> None:
     group.barrier(timeout=600)
 
 
-def accuracy_of(net: nn.Module) -> float:
+def measure_accuracy(net: nn.Module) -> float:
     test = Digits("test")
     with torch.inference_mode():
         return float((net(test.images).argmax(1) == test.labels).float().mean())

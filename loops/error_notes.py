@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..collectives import Progress, in_progress
 from ..registry import is_users_file
-from ..wrappers.steps.preprocess import fields_of
+from ..wrappers.steps.preprocess import get_fields
 from .checkpoints.weights import plain_name, user_model
 from .state import LoopState, Phase
 
@@ -143,7 +143,7 @@ def _described(data: Any, ranges: bool, depth: int) -> str:
     if hasattr(data, "shape") and hasattr(data, "dtype"):
         kind = str(data.dtype).removeprefix("torch.")
         return f"{kind} {tuple(data.shape)}{_range(data) if ranges else ''}"
-    data = fields_of(data)
+    data = get_fields(data)
     if isinstance(data, Mapping) and depth:
         shown = islice(data.items(), _SHOWN)
         texts = [f"{k}: {describe(v, ranges=ranges, depth=depth - 1)}" for k, v in shown]
@@ -164,7 +164,7 @@ def describe_samples(samples: Any) -> str:
     return _listed(counts, len(kinds))
 
 
-def name_of(target: Any) -> str:
+def get_name(target: Any) -> str:
     """Return the name of a function or an object's class, and its location in the user's code."""
     kind = target if inspect.isroutine(target) or isinstance(target, type) else type(target)
     name = str(getattr(kind, "__name__", type(target).__name__))
@@ -183,12 +183,12 @@ def _notes_on_step(
     paths = {id(module): plain_name(path) for path, module in model.named_modules()}
     running = [module for module in map(_first_argument, frames) if id(module) in paths]
     inner = running[-1] if running else model
-    layer = f"{paths[id(inner)]} ({name_of(inner)}) of " if paths[id(inner)] else ""
+    layer = f"{paths[id(inner)]} ({get_name(inner)}) of " if paths[id(inner)] else ""
     children = [(name, getattr(model, name, None)) for name in ("net", "loss")]
     parts_text = " and ".join(
-        f"{name} {name_of(child)}" for name, child in children if callable(child)
+        f"{name} {get_name(child)}" for name, child in children if callable(child)
     )
-    yield f"in {layer}{name_of(model)}" + (f" with {parts_text}" if parts_text else "")
+    yield f"in {layer}{get_name(model)}" + (f" with {parts_text}" if parts_text else "")
     yield f"{location}: {describe(loop_frame.f_locals.get('batch'))}"
 
 
@@ -204,9 +204,9 @@ def _notes_on_reading(
     if not (collating or is_read or "in DataLoader worker process" in str(error)):
         return
     dataset = unwrapped(readers[-1], "samples")
-    yield f"while reading {location} from {name_of(dataset)}"
+    yield f"while reading {location} from {get_name(dataset)}"
     if collating:
-        yield f"{name_of(collate)} was given {describe_samples(_first_argument(collating[0]))}"
+        yield f"{get_name(collate)} was given {describe_samples(_first_argument(collating[0]))}"
 
 
 def unwrapped(part: Any, name: str) -> Any:
@@ -229,8 +229,8 @@ def _first_argument(frame: FrameType) -> Any:
 
 def _range(tensor: Any) -> str:
     # Reading from an accelerator would wait for a device that may have failed.
-    on_cpu = isinstance(tensor, Tensor) and tensor.device.type == "cpu"
-    if not on_cpu or not tensor.numel() or tensor.dtype not in _INTEGERS:
+    copy_to_cpu = isinstance(tensor, Tensor) and tensor.device.type == "cpu"
+    if not copy_to_cpu or not tensor.numel() or tensor.dtype not in _INTEGERS:
         return ""
     low, high = tensor.aminmax()
     return f" from {low.item()} to {high.item()}"

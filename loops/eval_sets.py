@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
-from .checkpoints.weights import device_of
+from .checkpoints.weights import get_device
 from .error_notes import add_note
 from .evaluate import Evaluation, Poll, TestLoop, ValLoop
 from .hook import HookList
-from .metrics.evaluation import AnyMetric, directions_of
+from .metrics.evaluation import AnyMetric, find_directions
 from .rng import preserved_rng
 from .state import LoopState, Phase
 
@@ -52,7 +52,7 @@ class EvalSets(Evaluation):
         """Evaluate inside another loop, like ``ValLoop.evaluate``; every rank must call this."""
         outer, state.phase = state.phase, self.phase
         try:
-            with preserved_rng(device_of(state.model)):
+            with preserved_rng(get_device(state.model)):
                 hooks.emit("on_eval_start", state)
                 inner = hooks.without("on_eval_start", "on_eval_end")
                 results = self._measure(state, inner, poll)
@@ -73,26 +73,26 @@ class EvalSets(Evaluation):
     def try_batch(self, state: LoopState) -> None:
         """Run the first batch of each set, like ``ValLoop.try_batch``; every rank must call."""
         for name, loop in self.loops.items():
-            with _in_set(state, name):
+            with _name_set(state, name):
                 loop.try_batch(state)
 
     def _measure(self, state: LoopState, hooks: HookList, poll: Poll) -> dict[str, float]:
         results: dict[str, float] = {}
         was_stopped = bool(state.stop_reason)
         for name, loop in self.loops.items():
-            with _in_set(state, name):
+            with _name_set(state, name):
                 set_results = loop.evaluate(state, hooks, poll)
             if not set_results and state.stop_reason and not was_stopped:
                 return {}
             results |= {f"{name}/{key}": value for key, value in set_results.items()}
         if self.phase is Phase.VAL:
             state.metrics, state.evaluated_at = dict(results), state.step
-            state.higher_is_better = directions_of(self.metrics)
+            state.higher_is_better = find_directions(self.metrics)
         return results
 
 
 @contextmanager
-def _in_set(state: LoopState, name: str) -> Iterator[None]:
+def _name_set(state: LoopState, name: str) -> Iterator[None]:
     """Set ``state.eval_set``, and undo the changes that the set's loop makes to other attributes.
 
     The loop stores its metrics in the state as if its set were the whole validation.

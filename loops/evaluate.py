@@ -20,17 +20,17 @@ from torch.nn.parameter import is_lazy
 from ..collectives import all_gather_object, distributed_available, failure_of, get_rank
 from ..registry import LOOPS
 from ..wrappers.features import model_features, optim_features
-from .checkpoints.weights import device_of, user_model
-from .data.loaders import batches_from, length_of, peek_first_batch, size_before_padding
+from .checkpoints.weights import get_device, user_model
+from .data.loaders import batches_from, get_length, peek_first_batch, size_before_padding
 from .data.shares import Share
-from .error_notes import name_of, naming_missing_ranks, note_failure, record_inference_tensors
+from .error_notes import get_name, naming_missing_ranks, note_failure, record_inference_tensors
 from .hook import HookList
 from .metrics import evaluation
 from .metrics.inputs import MetricInputs
 from .rng import preserved_rng
 from .skip_steps import buffer_restorer
 from .state import LoopState, Phase
-from .uneven_inputs import first_batch_of, true_on_all_ranks
+from .uneven_inputs import get_first_batch, true_on_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Rounds:
             iterator = iter(self._read())
         batch = self._next(iterator)
         self.agree()
-        latest = first_batch_of(self._group, batch, self._has_batch)
+        latest = get_first_batch(self._group, batch, self._has_batch)
         if latest is _END:
             raise ValueError(f"the {self._phase.value} loader has no batches on any rank")
         while True:
@@ -191,7 +191,7 @@ class _EvalLoop(Evaluation):
         self.metrics, self._inputs = evaluation.split_inputs(metrics or {})
         for metric in self.metrics.values():
             if isinstance(metric, evaluation.ProcessMetric):
-                metric.use_metainfo_of(dataloader)
+                metric.use_metainfo(dataloader)
         self._polled_batches: float | None = None
 
     def evaluate(self, state: LoopState, hooks: HookList, poll: Poll) -> dict[str, float]:
@@ -209,7 +209,7 @@ class _EvalLoop(Evaluation):
         with (
             self._running(state),
             naming_missing_ranks(state),
-            preserved_rng(device_of(state.model)),
+            preserved_rng(get_device(state.model)),
         ):
             hooks.emit("on_eval_start", state)
             # Ranks have different running statistics; all evaluate with rank 0's, which are also
@@ -261,7 +261,7 @@ class _EvalLoop(Evaluation):
         is_overridden = type(self).evaluate is not _EvalLoop.evaluate
         if batches is None or is_overridden or any(map(is_lazy, tensors)):
             return
-        trial, device = copy(self), device_of(state.model)
+        trial, device = copy(self), get_device(state.model)
         trial._share = Share(per_rank=True)
         trial.dataloader, trial.metrics = batches, evaluation.empty_copies(self.metrics)
         trial._polled_batches = 0.0
@@ -287,7 +287,7 @@ class _EvalLoop(Evaluation):
         self._require_batches(count)
 
     def _measure(self, state: LoopState, hooks: HookList, poll: Poll) -> dict[str, float]:
-        evaluation.start_metrics(self.metrics, device_of(state.model))
+        evaluation.start_metrics(self.metrics, get_device(state.model))
         self.divide(state)
         count = self._pass(state, hooks, poll)
         if count is None:
@@ -301,7 +301,7 @@ class _EvalLoop(Evaluation):
         )
         if self.phase is Phase.VAL:
             state.metrics, state.evaluated_at = results, state.step
-            state.higher_is_better = evaluation.directions_of(self.metrics)
+            state.higher_is_better = evaluation.find_directions(self.metrics)
         return dict(results)
 
     def _require_batches(self, count: int | None) -> None:
@@ -361,14 +361,14 @@ class _EvalLoop(Evaluation):
         """
         if self._polled_batches is None:
             is_exact = self._share.has_exact_length(self.dataloader)
-            exact = length_of(self.dataloader) if is_exact else None
+            exact = get_length(self.dataloader) if is_exact else None
             lengths = all_gather_object(exact)
             self._polled_batches = math.inf if len(lengths) == 1 else min(n or 0 for n in lengths)
             if None in lengths and len(lengths) > 1 and get_rank() == 0:
                 logger.info(
                     "the number of batches of %s is not certain, so a stop signal takes effect "
                     "after the %s, not within it",
-                    *(name_of(self.dataloader), self.phase.value),
+                    *(get_name(self.dataloader), self.phase.value),
                 )
         return self._polled_batches
 

@@ -84,7 +84,7 @@ def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
 def preserved_generators(owners: Iterable[Any]) -> Iterator[None]:
     """Restore, after the block, the random generators that are attributes of ``owners``."""
     values = [v for owner in owners for v in getattr(owner, "__dict__", {}).values()]
-    restore = [_restorer_of(value) for value in values]
+    restore = [_make_restorer(value) for value in values]
     try:
         yield
     finally:
@@ -92,7 +92,7 @@ def preserved_generators(owners: Iterable[Any]) -> Iterator[None]:
             restore_one()
 
 
-def _restorer_of(value: Any) -> Callable[[], Any] | None:
+def _make_restorer(value: Any) -> Callable[[], Any] | None:
     """Return a function that restores a generator's current state; None for other values."""
     numpy = sys.modules.get("numpy")
     if isinstance(value, random.Random):

@@ -155,7 +155,7 @@ class EpochBudget(Budget):
 
     def _plan(self, state: LoopState, length: int | None, *, is_exact: bool) -> int:
         state.max_epochs, state.max_steps = self.last, None
-        window, weighted = window_of(state.optim_wrapper), is_weighted(state.optim_wrapper)
+        window, weighted = get_window(state.optim_wrapper), is_weighted(state.optim_wrapper)
         if length is None:
             return -1
         epochs = max(0, self.last - state.epoch)
@@ -182,7 +182,7 @@ class StepBudget(Budget):
 
     def _plan(self, state: LoopState, length: int | None, *, is_exact: bool) -> int:
         state.max_steps = self.last
-        window, left = window_of(state.optim_wrapper), self.last - state.step
+        window, left = get_window(state.optim_wrapper), self.last - state.step
         if window is None:
             return -1
         if not is_weighted(state.optim_wrapper):
@@ -218,14 +218,14 @@ def _updates_done(batch: int, length: int, window: int) -> int:
     return -(-batch // window) if batch >= length else batch // window
 
 
-def members_of(optim_wrapper: Any) -> list[Any]:
+def get_members(optim_wrapper: Any) -> list[Any]:
     """Return the optimizer wrappers of a group, or the only one."""
     is_group = isinstance(optim_wrapper, Mapping)
     return list(optim_wrapper.values()) if is_group else [optim_wrapper]
 
 
-def windows_of(optim_wrapper: Any) -> list[int]:
-    return [optim_features(member).accumulative_counts for member in members_of(optim_wrapper)]
+def get_windows(optim_wrapper: Any) -> list[int]:
+    return [optim_features(member).accumulative_counts for member in get_members(optim_wrapper)]
 
 
 def pop_empty_updates(optim_wrapper: Any) -> dict[str, float]:
@@ -243,9 +243,9 @@ def pop_empty_updates(optim_wrapper: Any) -> dict[str, float]:
     return counts
 
 
-def window_of(optim_wrapper: Any) -> int | None:
+def get_window(optim_wrapper: Any) -> int | None:
     """Return the number of batches per update; None if the optimizers of a group differ."""
-    windows = set(windows_of(optim_wrapper))
+    windows = set(get_windows(optim_wrapper))
     return windows.pop() if len(windows) == 1 else None
 
 
@@ -281,7 +281,7 @@ def start_counting(
         max_iterations: batches of the whole training; -1 if unknown.
         by_updates: whether the training ends after a number of updates, not of batches.
     """
-    for member in members_of(optim_wrapper):
+    for member in get_members(optim_wrapper):
         if isinstance(member, OptimFeatures):
             member.ends_by_updates = by_updates
     if not iteration and has_gradients(model):

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .checkpoints.weights import device_of, step_state, user_model
+from .checkpoints.weights import get_device, step_state, user_model
 from .rng import capture_rng, preserved_rng, restore_rng
-from .schedule import is_weighted, members_of, windows_of
+from .schedule import get_members, get_windows, is_weighted
 from .state import LoopState
 from .steps import Step
 
@@ -53,7 +53,7 @@ def parse_skip_steps(skip_steps: Iterable[int | str]) -> set[int]:
     return steps
 
 
-def with_skipped_steps(
+def skip_listed_steps(
     batches: Iterable[Any], train_step: Step, state: LoopState
 ) -> tuple[Iterable[Any], Step]:
     """Wrap ``batches`` and ``train_step`` so that the steps in ``state.skip_steps`` do not train.
@@ -67,12 +67,12 @@ def with_skipped_steps(
     """
     if state.skip_steps is None:
         return batches, train_step
-    skipped, device, optim = state.skip_steps, device_of(state.model), state.optim_wrapper
+    skipped, device, optim = state.skip_steps, get_device(state.model), state.optim_wrapper
     is_group = isinstance(optim, Mapping)
-    if is_group and max(windows_of(optim), default=1) > 1:
+    if is_group and max(get_windows(optim), default=1) > 1:
         raise ValueError(
             "skip_steps needs accumulative_counts=1 if there are several optimizers, "
-            f"got {windows_of(optim)}"
+            f"got {get_windows(optim)}"
         )
 
     def read() -> Iterator[Any]:
@@ -97,7 +97,7 @@ def with_skipped_steps(
 def _skip_batch(optim_wrapper: Any) -> None:
     """Count a batch as a micro-batch without training on it."""
     if is_weighted(optim_wrapper):
-        for member in members_of(optim_wrapper):
+        for member in get_members(optim_wrapper):
             member.last_weight = 0.0
     if hasattr(optim_wrapper, "_inner_count"):
         optim_wrapper._inner_count += 1
@@ -129,7 +129,7 @@ def window_restorer(state: LoopState) -> Callable[[], None]:
     batch to batch, but neither weights nor counters.
     """
     wrapper: Any = state.model
-    restore_buffers, device = buffer_restorer(wrapper), device_of(wrapper)
+    restore_buffers, device = buffer_restorer(wrapper), get_device(wrapper)
     streams, carried = capture_rng(device), deepcopy(step_state(wrapper))
 
     def restore() -> None:

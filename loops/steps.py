@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from ..collectives import get_rank
 from ..wrappers.features import model_features
 from .hook import Hook, HookList
-from .schedule import is_weighted, members_of, window_of, windows_of
+from .schedule import get_members, get_window, get_windows, is_weighted
 from .state import LoopState, WeightedLogs
 
 logger = logging.getLogger(__name__)
@@ -19,13 +19,13 @@ Step: TypeAlias = Callable[[Any, Any], Any]
 _AT_EACH_STEP = ("on_batch_start", "on_batch_end", "on_update", "on_save_point")
 
 
-def step_of(state: LoopState) -> Step:
+def get_step(state: LoopState) -> Step:
     """Return the model's training step, with checked counts and weighted logs where needed."""
     wrapper: Any = state.model
     step: Step = wrapper.train_step
     optim = state.optim_wrapper
     is_group = isinstance(optim, Mapping)
-    longest = max(windows_of(optim), default=1)
+    longest = max(get_windows(optim), default=1)
     # The optimizer wrappers of mmengine do not count micro-batches in this way.
     counts = hasattr(optim, "begin_batch" if is_group else "inner_count")
     if counts and (is_group or longest > 1):
@@ -43,9 +43,9 @@ def _counted(step: Step, name: str, longest: int, is_group: bool) -> Step:
     def counted_step(data: Any, optim_wrapper: Any) -> Any:
         if is_group:
             optim_wrapper.begin_batch()
-        before = sum(member.inner_count for member in members_of(optim_wrapper))
+        before = sum(member.inner_count for member in get_members(optim_wrapper))
         logs = step(data, optim_wrapper)
-        count = sum(member.inner_count for member in members_of(optim_wrapper)) - before
+        count = sum(member.inner_count for member in get_members(optim_wrapper)) - before
         if longest > 1 and (count < 1 or (count > 1 and not is_group)):
             raise RuntimeError(
                 f"with accumulative_counts={longest} a training step must count one micro-batch "
@@ -102,7 +102,7 @@ class StepBlocks(Hook):
         self._recheck_every(1)
 
 
-def with_blocks(hooks: HookList, state: LoopState, steps_per_call: int) -> HookList:
+def combine_blocks(hooks: HookList, state: LoopState, steps_per_call: int) -> HookList:
     """Add ``StepBlocks`` to the hooks; if it would have no effect, log a warning instead."""
     if steps_per_call == 1:
         return hooks
@@ -117,7 +117,7 @@ def with_blocks(hooks: HookList, state: LoopState, steps_per_call: int) -> HookL
 def _obstacle_to_blocks(state: LoopState, hooks: HookList) -> str:
     if not model_features(state.model).recheck_every(1):
         return "the training step is not compiled (compile: step)"
-    if window_of(state.optim_wrapper) != 1:
+    if get_window(state.optim_wrapper) != 1:
         return "an update takes several batches (accumulative_counts)"
     listeners = (listener for event in _AT_EACH_STEP for listener in getattr(hooks, event))
     ours = __name__.split(".")[0]

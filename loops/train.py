@@ -11,14 +11,14 @@ from ..registry import LOOPS
 from ..wrappers.features import require_optim_wrapper
 from .checkpoints.restore import load_checkpoint
 from .data.layout import split_into_updates
-from .data.loaders import length_of
-from .data.resume import batches_of_pass, with_position
+from .data.loaders import get_length
+from .data.resume import batches_of_pass, make_resumable
 from .data.shares import Share
 from .error_notes import naming_missing_ranks, note_failure
 from .eval_sets import EvalSets
 from .evaluate import TestLoop, ValLoop, adapt_loop, announce_failure, require_step
 from .hook import HookList, Scalars
-from .metrics.evaluation import directions_of
+from .metrics.evaluation import find_directions
 from .schedule import (
     Budget,
     EpochBudget,
@@ -30,9 +30,9 @@ from .schedule import (
     start_counting,
 )
 from .signals import StopSignals
-from .skip_steps import Rollback, parse_skip_steps, with_skipped_steps
+from .skip_steps import Rollback, parse_skip_steps, skip_listed_steps
 from .state import LoopState, Phase, merged_means
-from .steps import step_of, with_blocks
+from .steps import combine_blocks, get_step
 from .uneven_inputs import PassInputs, divide_among_ranks
 
 # The buffer of raw log values is reduced after this many updates, to bound its memory.
@@ -75,9 +75,9 @@ class _TrainLoop:
         steps_per_call: int,
         per_rank: bool,
     ) -> None:
-        if length_of(dataloader) == 0:
+        if get_length(dataloader) == 0:
             raise ValueError(_EMPTY)
-        self.dataloader = with_position(dataloader)
+        self.dataloader = make_resumable(dataloader)
         self.budget = budget
         self.val_loop: ValLoop | EvalSets | None = adapt_loop(val_loop, Phase.VAL)
         self.sanity_val = sanity_val
@@ -96,12 +96,12 @@ class _TrainLoop:
         self._ended = False
         # Around all sessions, so that a signal during a rollback stops the next session.
         with StopSignals() as self._signals:
-            yield with_blocks(hooks, state, self.steps_per_call)
+            yield combine_blocks(hooks, state, self.steps_per_call)
 
     def _pass(self, state: LoopState, hooks: HookList) -> None:
         optim, log = state.optim_wrapper, state.logs.append
         batches: Iterable[Any] = batches_of_pass(self.dataloader, state, self.prefetch_to_device)
-        batches, train_step = with_skipped_steps(batches, step_of(state), state)
+        batches, train_step = skip_listed_steps(batches, get_step(state), state)
         state.in_step = True
         for batch in self._inputs.synchronized(batches, state):
             for on_batch_start in hooks.on_batch_start:
@@ -234,7 +234,7 @@ class _TrainLoop:
                 "optimizer, as in OptimWrapper(optimizer)"
             )
         require_step(state.model, "train_step")
-        state.higher_is_better = directions_of(getattr(self.val_loop, "metrics", {}))
+        state.higher_is_better = find_directions(getattr(self.val_loop, "metrics", {}))
 
 
 @LOOPS.register_module(name=["EpochTrainLoop", "EpochBasedTrainLoop"])

@@ -20,12 +20,12 @@ from ..collectives import (
 )
 from ..wrappers.features import model_features
 from .data.layout import IN_ROUNDS, WRONG_LENGTH
-from .data.loaders import length_of
+from .data.loaders import get_length
 from .data.resume import FixedPosition
-from .data.sampler import sampler_of
+from .data.sampler import find_sampler
 from .data.shares import Share
-from .error_notes import name_of
-from .schedule import Budget, EpochBudget, StepBudget, is_weighted, members_of, window_of
+from .error_notes import get_name
+from .schedule import Budget, EpochBudget, StepBudget, get_members, get_window, is_weighted
 from .state import LoopState
 
 logger = logging.getLogger(__name__)
@@ -64,8 +64,8 @@ class PassInputs:
     def __init__(
         self, state: LoopState, loader: Iterable[Any], budget: Budget, share: Share
     ) -> None:
-        self._name, self._budget, self._share = name_of(loader), budget, share
-        self._stated = length_of(loader)
+        self._name, self._budget, self._share = get_name(loader), budget, share
+        self._stated = get_length(loader)
         if self._stated == state.data.layout.get(WRONG_LENGTH):
             self._stated = None
         answers = all_gather_object((self._stated, share.has_exact_length(loader)))
@@ -82,7 +82,7 @@ class PassInputs:
         self._closes = self._closes_window(state)
         if self._weighted:
             self._compares = self._compares or len(set(lengths)) > 1
-            self._sampler = sampler_of(loader)
+            self._sampler = find_sampler(loader)
             return
         self._options = features.uneven_inputs
         if self._options is not None:
@@ -99,7 +99,7 @@ class PassInputs:
         """Return whether the last window of the run may be short without being planned so."""
         optim = state.optim_wrapper
         is_planned = self.has_exact_length or isinstance(self._budget, StepBudget)
-        if is_planned or self._weighted or window_of(optim) == 1:
+        if is_planned or self._weighted or get_window(optim) == 1:
             return False
         # Wrappers of other libraries and groups of wrappers have no gates.
         can_close = hasattr(optim, "gates")
@@ -171,7 +171,7 @@ class PassInputs:
         # Imported lazily: heavy.
         from ..wrappers.optimizers.windows import close_window
 
-        optim, window = state.optim_wrapper, window_of(state.optim_wrapper) or 1
+        optim, window = state.optim_wrapper, get_window(state.optim_wrapper) or 1
         start = state.iteration // window * window
         begun = state.iteration - (start if state.updated_at is None else state.updated_at[2])
         iterator = iter(batches)
@@ -207,7 +207,7 @@ class PassInputs:
         )
         batch = last = next(iterator, _END)
         if self._compares:
-            last = first_batch_of(self._group, batch, batch is not _END)
+            last = get_first_batch(self._group, batch, batch is not _END)
         try:
             while last is not _END:
                 has_batch = batch is not _END
@@ -289,7 +289,7 @@ def divide_among_ranks(share: Share, loader: Any, state: LoopState) -> Any:
     return divided
 
 
-def first_batch_of(group: dist.ProcessGroup | None, batch: Any, has_batch: bool) -> Any:
+def get_first_batch(group: dist.ProcessGroup | None, batch: Any, has_batch: bool) -> Any:
     """Return this rank's first batch, or another rank's if it has none; every rank must call."""
     ranks = TorchDist(group)
     has = ranks.all_gather_object(has_batch)
@@ -315,13 +315,13 @@ def _check(state: LoopState, by_epoch: bool) -> None:
             "uneven_inputs needs an EpochTrainLoop, got an IterTrainLoop, which cannot count "
             "updates that only some ranks make"
         )
-    window = window_of(state.optim_wrapper)
+    window = get_window(state.optim_wrapper)
     if window != 1:
         raise ValueError(
             f"uneven_inputs needs accumulative_counts=1, got {window or 'several values'}: a rank "
             "that runs out of batches inside a window would lose its gradients"
         )
-    for member in members_of(state.optim_wrapper):
+    for member in get_members(state.optim_wrapper):
         optimizer = getattr(member, "optimizer", None)
         if isinstance(optimizer, (ZeroRedundancyOptimizer, PostLocalSGD)):
             raise ValueError(

@@ -90,14 +90,14 @@ class Thread(threading.Thread):
         self._cleaner = None
         if failures:
             self._failures = failures
-            logger.error("thread %r failed:\n%s", self.name, _text_of(failures))
+            logger.error("thread %r failed:\n%s", self.name, _format_text(failures))
 
     @property
     def exception(self) -> ThreadException | None:
         """A new ``ThreadException`` if the thread has failed, otherwise None."""
         if not self._failures:
             return None
-        error = ThreadException(_text_of(self._failures))
+        error = ThreadException(_format_text(self._failures))
         error.__cause__ = self._failures[0]
         return error
 
@@ -165,7 +165,7 @@ class Process(BaseProcess):
             use_one_thread()
         failures = _run_all(super().run, self._cleaner)
         if failures:
-            _write_report(self._report, (_text_of(failures), describe(failures[0])))
+            _write_report(self._report, (_format_text(failures), describe(failures[0])))
             raise failures[0]
 
     @property
@@ -255,7 +255,7 @@ def _run_all(target: Callable[[], object], cleaner: Callable[[], object] | None)
     return failures
 
 
-def _text_of(failures: list[BaseException]) -> str:
+def _format_text(failures: list[BaseException]) -> str:
     blocks = (f"Exception {i}:\n{format_error(e)}" for i, e in enumerate(failures, 1))
     return shorten("\n\n".join(blocks))
 

@@ -29,7 +29,7 @@ from .checks.check_config import (
 from .checks.data_sections import sets_in
 from .checks.optimizer_sections import (
     check_paramwise,
-    default_of,
+    get_default,
     named_optimizers,
     optim_wrapper_sections,
     stepping_class,
@@ -105,7 +105,7 @@ __all__ = [
     "config_from_dict",
     "config_schema",
     "count_registered_modules",
-    "default_of",
+    "get_default",
     "did_you_mean",
     "dump_config",
     "examine_config",

@@ -24,7 +24,7 @@ def title(target: object) -> str:
     return str(getattr(target, "__name__", None) or repr(target))
 
 
-def signature_of(target: Callable[..., Any]) -> inspect.Signature | None:
+def get_signature(target: Callable[..., Any]) -> inspect.Signature | None:
     """Return the signature against which a config is checked; None if Python has none.
 
     A class that passes its ``**kwargs`` on may define the class method
@@ -43,7 +43,7 @@ def is_only_declared(target: Callable[..., Any]) -> bool:
     Strict dataclasses of huggingface_hub, pydantic's models and functions with ``functools.wraps``
     declare a signature, but call a function that accepts ``**kwargs``.
     """
-    signature = signature_of(target)
+    signature = get_signature(target)
     called = constructor(target)
     if signature is None or _takes_any(signature) or hasattr(target, "config_signature"):
         return False
@@ -71,7 +71,7 @@ def plain_names(target: Callable[..., Any]) -> Collection[str]:
 
 def signature_text(target: Callable[..., Any]) -> str:
     """Return the call with defaults and without types, "AdamW(params, lr=0.001, ...)"."""
-    signature = signature_of(target)
+    signature = get_signature(target)
     if signature is None:
         return f"{title(target)}(...)"
     plain = [
@@ -81,21 +81,21 @@ def signature_text(target: Callable[..., Any]) -> str:
     return f"{title(target)}{inspect.Signature(plain)}"
 
 
-def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def get_parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of ``target`` by name; empty if it has no known signature."""
-    signature = signature_of(target)
+    signature = get_signature(target)
     return signature.parameters if signature is not None else {}
 
 
 def required_names(target: Callable[..., Any]) -> set[str]:
     """Return the names of the arguments without a default."""
-    parameters = parameters_of(target).values()
+    parameters = get_parameters(target).values()
     return {p.name for p in parameters if p.kind in _BY_NAME and p.default is p.empty}
 
 
-def annotations_of(target: Callable[..., Any]) -> dict[str, Any]:
+def get_annotations(target: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotations by argument, except those that cannot be evaluated."""
-    parameters = parameters_of(target).values()
+    parameters = get_parameters(target).values()
     hints = {p.name: p.annotation for p in parameters if not isinstance(p.annotation, str)}
     try:
         # A dataclass may inherit fields from other modules: resolve each in its own module.
@@ -105,14 +105,14 @@ def annotations_of(target: Callable[..., Any]) -> dict[str, Any]:
         return hints
 
 
-def options_of(hint: Any) -> tuple[Any, ...]:
+def get_options(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union, or a tuple with the hint itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def is_tensor(hint: Any) -> bool:
     """Return whether a hint is ``Tensor`` or ``Tensor | None``, by names: torch is not imported."""
-    return {title(option) for option in options_of(hint)} - {"NoneType"} == {"Tensor"}
+    return {title(option) for option in get_options(hint)} - {"NoneType"} == {"Tensor"}
 
 
 def are_numbers(value: Any) -> bool:
@@ -129,7 +129,7 @@ def blame(target: Callable[..., Any], names: Collection[str], text: str) -> tupl
 
     The real name is "" if the argument exists. Both are "" if the text names no argument.
     """
-    unknown = set(names) - parameters_of(target).keys()
+    unknown = set(names) - get_parameters(target).keys()
     for word in re.findall(r"\w+", text):
         if word in names:
             return word, ""
@@ -150,7 +150,7 @@ def argument_problems(
         names: the names of the arguments in the config.
         runtime: the names of arguments that are supplied when the config is built.
     """
-    signature = signature_of(target)
+    signature = get_signature(target)
     if signature is None or is_only_declared(target):
         return []
     parameters = signature.parameters

@@ -15,7 +15,7 @@ _HIGHER_IS_BETTER = frozenset(
 _WORD = re.compile(r"[A-Z]?[a-z]+[0-9]*|[A-Z]+[0-9]*(?![a-z])")
 
 
-def direction_of(name: str, directions: Mapping[str, bool | None]) -> bool | None:
+def find_direction(name: str, directions: Mapping[str, bool | None]) -> bool | None:
     """Return whether higher values of the result ``name`` are better; None if unknown.
 
     Args:

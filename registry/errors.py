@@ -119,10 +119,10 @@ def meant_by(names: Iterable[str], candidates: Sequence[str]) -> set[str]:
 def did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return "; did you mean A or B?", or "" if no candidate is similar."""
     close = nearest(name, candidates, cutoff=cutoff)
-    return f"; did you mean {one_of(close)}?" if close else ""
+    return f"; did you mean {join_choices(close)}?" if close else ""
 
 
-def one_of(names: Sequence[str]) -> str:
+def join_choices(names: Sequence[str]) -> str:
     """Join names as "A, B or C"."""
     *head, tail = map(str, names or [""])
     return f"{', '.join(head)} or {tail}" if head else tail

@@ -236,7 +236,7 @@ def make_found_in(folder: Path, modules: Iterable[str]) -> None:
             make_importable(folder)
 
 
-def folders_of(modules: Iterable[str]) -> list[str]:
+def find_folders(modules: Iterable[str]) -> list[str]:
     """Return the folders from which the user's modules among ``modules`` were imported."""
     folders: dict[str, None] = {}
     for top in {name.partition(".")[0]: None for name in modules}:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
-from .arguments import options_of
+from .arguments import get_options
 from .checks.other_trainers import SETTINGS_BY_NAME
 from .checks.schema import (
     HOOK_TYPES,
@@ -83,7 +83,7 @@ def config_schema() -> Schema:
     settings = schema["properties"]
     for key, registry in _REGISTRIES.items():
         settings[key] |= _component_ref(registry)
-    settings["metrics"] |= {"additionalProperties": _with_ours("METRICS", MetricSection)}
+    settings["metrics"] |= {"additionalProperties": _add_our_settings("METRICS", MetricSection)}
     settings["hooks"] |= _hooks(registered["HOOKS"])
     settings["schedulers"] = _schedulers()
     for name in _NAMED_BY_PATH:
@@ -145,7 +145,7 @@ def _section(section: type) -> Schema:
 
 def _setting(setting: Field[Any], hint: Any) -> Schema:
     """Return the schema of a field, which a YAML file may set to ``${...}`` as well."""
-    hints = options_of(hint)
+    hints = get_options(hint)
     section = next((option for option in hints if is_dataclass(option)), None)
     if isinstance(section, type):
         # A component has a type; without one, unknown settings are mistakes.
@@ -278,7 +278,7 @@ def _hooks(entries: list[Registration]) -> Schema:
     }
 
 
-def _with_ours(registry: str, section: type) -> Schema:
+def _add_our_settings(registry: str, section: type) -> Schema:
     """Return the schema of a component whose dict may also have settings of ``section``."""
     ours = {
         name: setting
@@ -290,6 +290,6 @@ def _with_ours(registry: str, section: type) -> Schema:
 
 def _schedulers() -> Schema:
     """Return the schema of one scheduler or a list."""
-    scheduler = _with_ours("PARAM_SCHEDULERS", SchedulerSection)
+    scheduler = _add_our_settings("PARAM_SCHEDULERS", SchedulerSection)
     is_list = {"if": {"type": "array"}, "then": {"items": scheduler}, "else": scheduler}
     return {"type": ["array", "object", "null", "string"], **is_list}

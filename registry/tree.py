@@ -8,11 +8,11 @@ from importlib import import_module
 from typing import Any
 
 from .arguments import (
-    annotations_of,
     are_numbers,
     blame,
+    get_annotations,
+    get_parameters,
     is_tensor,
-    parameters_of,
     plain_names,
     required_names,
 )
@@ -139,7 +139,7 @@ def supply_where_taken(cfg: Any, registry: Registry, name: str, value: Any) -> A
         key: entry if key in plain else supply_where_taken(entry, table, name, value)
         for key, entry in cfg.items()
     }
-    return {name: value, **filled} if name in parameters_of(target) else filled
+    return {name: value, **filled} if name in get_parameters(target) else filled
 
 
 def _call(
@@ -148,7 +148,7 @@ def _call(
     runtime = {key: value for key, value in defaults.items() if key != "type"}
     settings = {key: value for key, value in cfg.items() if key not in ("type", "_scope_")}
     check_arguments(target, [*runtime, *settings])
-    plain, hints = plain_names(target), annotations_of(target)
+    plain, hints = plain_names(target), get_annotations(target)
     built = {}
     for key, value in settings.items():
         with under_key(key):

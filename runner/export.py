@@ -23,7 +23,7 @@ from ..loops.checkpoints.files import open_for_torch
 from ..loops.checkpoints.weights import is_compact
 from ..loops.evaluate import evaluation_mode
 from ..registry.local_paths import require_local
-from ..wrappers.steps.plain_models import accept_mode, without_targets
+from ..wrappers.steps.plain_models import accept_mode, remove_targets
 from ..wrappers.steps.preprocess import as_call
 
 FORMATS = ("safetensors", "pt2", "onnx", "peft")
@@ -94,7 +94,7 @@ class _TensorForward(nn.Module):
         if preprocessor is not None:
             batch = preprocessor(batch, training=False)
         args, kwargs = as_call(batch)
-        outputs = self.model(*args, **without_targets(self.model, kwargs), mode="tensor")
+        outputs = self.model(*args, **remove_targets(self.model, kwargs), mode="tensor")
         if is_dataclass(outputs) and isinstance(outputs, Mapping):
             # The model is from transformers: keep only tensors, without the loss. A decoder's
             # output also has caches.

@@ -67,7 +67,7 @@ class Failure:
             notes = text[1:] + notes
         trace = "".join(traceback.format_exception(error))
         may_follow = any(map(_has_lost_peer, causes(error)))
-        location = _location_of(error)
+        location = _find_location(error)
         return cls(kind, message, location, trace, rank, notes=notes, may_follow=may_follow)
 
     @classmethod
@@ -190,7 +190,7 @@ def as_mistakes_in(config: Config) -> Iterator[None]:
     except BuildError as error:
         problems = []
         for build_error in (error, *error.others):
-            where = _location_of(build_error.cause)
+            where = _find_location(build_error.cause)
             message = f"{build_error.what}\n  at {where}" if where else build_error.what
             problems.append(
                 Problem(build_error.section, message, config.origin(build_error.section))
@@ -238,6 +238,6 @@ def building(section: str, options: Iterable[str] = ()) -> Iterator[None]:
         raise BuildError(f"{section}.{key}" if key else section, error) from error
 
 
-def _location_of(error: BaseException) -> str:
+def _find_location(error: BaseException) -> str:
     frame = user_frame(error)
     return "" if frame is None else f"{frame.filename}:{frame.lineno} in {frame.name}"

@@ -31,7 +31,7 @@ _POLL_S = 0.05
 
 
 @contextmanager
-def with_parent_watched() -> Iterator[None]:
+def add_parent_watch() -> Iterator[None]:
     """Make processes that are spawned inside this context die when this process dies.
 
     The watch starts before the process imports anything, which may take seconds. It also applies
@@ -41,12 +41,12 @@ def with_parent_watched() -> Iterator[None]:
     prelude = f"import runpy; runpy.run_path({watch!r})['die_with_parent']({os.getpid()})"
     plain = spawn.get_command_line
 
-    def with_watch(**options: Any) -> list[str]:
+    def add_watch(**options: Any) -> list[str]:
         command = plain(**options)
         code = command.index("-c") + 1
         return [*command[:code], f"{prelude}\n{command[code]}", *command[code + 1 :]]
 
-    spawn.get_command_line = with_watch
+    spawn.get_command_line = add_watch
     try:
         yield
     finally:
@@ -152,7 +152,7 @@ class Ranks:
         """Start a process that calls ``main(pipe, *args)`` and dies when this process dies."""
         context = get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
-        with sender, with_parent_watched():
+        with sender, add_parent_watch():
             process = context.Process(target=main, args=(sender, *args))
             process.start()
         self._running[rank] = _Rank(process, receiver)
@@ -162,7 +162,7 @@ class Ranks:
         while self._running:
             self._poll()
 
-    def memory_of(self, rank: int) -> int:
+    def get_memory(self, rank: int) -> int:
         """Wait for a rank to finish its imports; return its memory in bytes, 0 if it failed."""
         member = self._running[rank]
         while member.memory is None and rank in self._running:
@@ -254,7 +254,7 @@ def handling(handlers: Mapping[int, Callable[[int, FrameType | None], None]]) ->
 def receiving_signals(ranks: Ranks) -> Iterator[None]:
     """Record this process's stop signals in ``ranks.received``."""
     quiet = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"]))
-    with with_variables({"PYTHONWARNINGS": quiet}), blocking_signals():
+    with set_variables({"PYTHONWARNINGS": quiet}), blocking_signals():
         # The tracker removes the semaphores of killed ranks, without a warning to the user. Start
         # it here: if the first Process.start() started it, it would unblock SIGINT and SIGTERM.
         resource_tracker.ensure_running()
@@ -310,7 +310,7 @@ def stop_error(number: int) -> BaseException:
 
 
 @contextmanager
-def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
+def set_variables(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables for the processes that are started in this context."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

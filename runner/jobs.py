@@ -31,7 +31,7 @@ from .parts import build_parts
 from .run_folder import (
     ConfigWriter,
     clear_results,
-    in_use,
+    is_in_use,
     occupied,
     resolve_checkpoint,
     saved_checkpoints,
@@ -147,7 +147,7 @@ def require_free_run_dir(job: Job, *, is_locked: bool = False) -> None:
         return
     problem, folder = "", Path(job.run.run_dir)
     if get_rank() == 0:
-        problem = "" if is_locked else in_use(folder)
+        problem = "" if is_locked else is_in_use(folder)
         if not job.resume and not job.fresh:
             problem = problem or occupied(folder)
     problem = broadcast(problem)

@@ -38,7 +38,7 @@ from ..collectives import (
     synchronize,
 )
 from ..collectives.process.slurm import slurm_tasks
-from ..loops.display.notebook import DISPLAY_DIR, in_notebook, show_displays
+from ..loops.display.notebook import DISPLAY_DIR, is_in_notebook, show_displays
 from ..parallel import free_memory
 from .failure import Failure, LaunchError, OversubscribedError, require_cores
 from .guard import (
@@ -48,9 +48,9 @@ from .guard import (
     is_running,
     own_memory,
     receiving_signals,
+    set_variables,
     stop_error,
     unblock_signals,
-    with_variables,
 )
 
 T = TypeVar("T")
@@ -273,7 +273,7 @@ def _start(
     folder = Path(tempfile.mkdtemp(prefix="stepwrap_launch_"))
     shared = {**shared, "STEPWRAP_LAUNCH_DIR": str(folder)}
     display = _nothing
-    if in_notebook():
+    if is_in_notebook():
         shared[DISPLAY_DIR], display = str(folder), partial(show_displays, folder)
     # With ample memory, skip the wait for the imports of the first rank, which takes seconds.
     is_ample = oversubscribe or nproc * _AMPLE < free_memory("cpu")
@@ -281,10 +281,10 @@ def _start(
         with Ranks(folder, display) as ranks, receiving_signals(ranks):
             for rank in range(nproc):
                 rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                with blocking_signals(), with_variables({**shared, **rank_variables}):
+                with blocking_signals(), set_variables({**shared, **rank_variables}):
                     ranks.start(rank, _rank_main, *main_args)
                 if rank == 0 and not is_ample:
-                    _require_memory(nproc, ranks.memory_of(0))
+                    _require_memory(nproc, ranks.get_memory(0))
             ranks.wait()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -28,7 +28,7 @@ from ..loops import (
     seed_rng,
 )
 from ..loops.data.loaders import FirstBatches
-from ..loops.metrics.evaluation import directions_of
+from ..loops.metrics.evaluation import find_directions
 from ..registry import (
     DATALOADERS,
     DATASETS,
@@ -186,7 +186,7 @@ def _build_training(
 def _build_evaluation(run: RunSections, load: Callable[[str], Any], name: str) -> Any:
     attempts = Attempts()
     loops: dict[str, Any] = {}
-    for set_name, path in run.data.sets_of(name).items():
+    for set_name, path in run.data.get_sets(name).items():
         build = partial(_build_metrics, run.metrics, set_name)
         metrics = attempts.make("metrics", build)
         supplied = {"dataloader": attempts.make(f"data.{path}", partial(load, path))}
@@ -199,7 +199,7 @@ def _build_evaluation(run: RunSections, load: Callable[[str], Any], name: str) -
 
 def _check_watched(hooks: Mapping[str, Any], val_loop: Any, attempts: Attempts) -> None:
     """Report hooks for which it is unknown whether higher values of their metric are better."""
-    directions = directions_of(getattr(val_loop, "metrics", {}))
+    directions = find_directions(getattr(val_loop, "metrics", {}))
     for name, hook in hooks.items():
         if isinstance(hook, CheckpointHook | EarlyStopHook) and hook.watched.name:
             key = f"hooks.{name}.{hook.watched.argument}"
@@ -273,7 +273,7 @@ def _build_collate(setting: Any) -> Any:
 def example_batch(run: RunSections, sets: Iterable[str] = ("test", "val", "train")) -> Any:
     """Return the first batch of the first data set in ``sets`` that the run has."""
     name = next(set_name for set_name in sets if getattr(run.data, set_name) is not None)
-    section = run.data.loader(next(iter(run.data.sets_of(name).values())))
+    section = run.data.loader(next(iter(run.data.get_sets(name).values())))
     if not isinstance(section, dict):
         section = replace(section, num_workers=0, prefetch_factor=None)
     run = replace(run, device="cpu", data=replace(run.data, **{name: section}))

@@ -147,7 +147,7 @@ class ConfigWriter(Hook):
         path.write_text(json.dumps(origins, indent=1), encoding="utf-8")
 
 
-def in_use(run_dir: Path) -> str:
+def is_in_use(run_dir: Path) -> str:
     """Return a message if another run is using ``run_dir``, otherwise ""."""
     try:
         with (run_dir / _LOCK).open() as file:

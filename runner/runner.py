@@ -285,7 +285,7 @@ class Runner:
                 several sets.
         """
         if loader is None:
-            loader = _loader_of(_required("predict", "a loader or test_loop", self._test_loop))
+            loader = _get_loader(_required("predict", "a loader or test_loop", self._test_loop))
         loop = PredictLoop(loader)
         loop.divide(self.state)
         hook = PredictionHook(path, loop.dataloader)
@@ -383,7 +383,7 @@ def _required(method: str, name: str, component: T | None) -> T:
     return component
 
 
-def _loader_of(loop: Any) -> Iterable[Any]:
+def _get_loader(loop: Any) -> Iterable[Any]:
     if isinstance(loop, EvalSets):
         names = ", ".join(loop.loops)
         raise ValueError(

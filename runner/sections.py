@@ -48,7 +48,7 @@ def read_sections(
         config = load_config(config)
     examined = examine_config(config)
     run, config = examined.sections, examined.config
-    problems = [_with_table_hint(problem, config) for problem in examined.problems]
+    problems = [_add_table_hint(problem, config) for problem in examined.problems]
     if run is not None:
         ranks = run.launch.nproc if world_size is None else world_size
         problems += [
@@ -132,7 +132,7 @@ def _weight_problems(run: RunSections) -> Iterator[Problem]:
             return
 
 
-def _with_table_hint(problem: Problem, config: Config) -> Problem:
+def _add_table_hint(problem: Problem, config: Config) -> Problem:
     """Add a hint to an unknown option of ``auto``: the table where that option belongs."""
     section, _, name = problem.key.partition(".")
     if section != "wrapper" or config.select("wrapper.type") != "auto" or "." in name:

@@ -1,6 +1,6 @@
 """End a process when its parent dies.
 
-``guard.with_parent_watched`` runs this file by its path as the first code of a new process, so it
+``guard.add_parent_watch`` runs this file by its path as the first code of a new process, so it
 must import only the standard library.
 """
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from types import FrameType
 
 
-def calls_of(name: str, action: Callable[[], object]) -> int:
+def count_calls(name: str, action: Callable[[], object]) -> int:
     """Run `action` in this thread and return how many Python functions of that name it called."""
     count = 0
 

@@ -173,7 +173,7 @@ _pickled_classes: weakref.WeakKeyDictionary[type, bytes] = weakref.WeakKeyDictio
 
 def _reduced_of_script(definition: FunctionType | type, *, recurse: bool) -> Any:
     """Return how to pickle an object of the script, None to leave it to cloudpickle."""
-    path = _script_of(definition)
+    path = _find_script(definition)
     if path is None or (recurse and isinstance(definition, FunctionType)):
         return None
     is_importable = definition.__qualname__.split(".")[0] in _names_when_imported(path)
@@ -190,7 +190,7 @@ def reduce_for_any_script(value: Any) -> Any:
     The object is sent by value if possible; a receiver that runs the same script uses its own
     object of that name. Return None for objects that are not the script's.
     """
-    path = _script_of(value) if isinstance(value, FunctionType | type) else None
+    path = _find_script(value) if isinstance(value, FunctionType | type) else None
     if path is None:
         return None
     name = value.__module__
@@ -243,7 +243,7 @@ def _load_from_script(path: str, name: str, value: bytes | None, reason: str = "
     return pickle.loads(value)
 
 
-def _script_of(definition: FunctionType | type) -> str | None:
+def _find_script(definition: FunctionType | type) -> str | None:
     """Return the path of the script if it has the object under the object's name."""
     name = definition.__module__
     is_found = name in _MAIN_NAMES and _attribute(name, definition.__qualname__) is definition

@@ -135,15 +135,15 @@ def by_name(storage: UntypedStorage) -> Content:
     if storage.is_shared() and not _has_name(storage):
         descriptor, size = _shared(storage)
         inode, device = reductions.fd_id(descriptor)  # type: ignore[no-untyped-call]
-        return _of_process, os.getpid(), descriptor, inode, device, size
+        return _open_process, os.getpid(), descriptor, inode, device, size
     manager, name, size = storage._share_filename_cpu_()
     # Count the receiver as a user, which keeps the file. The receiver decrements the count again.
     storage._shared_incref()  # type: ignore[no-untyped-call]
     _remember(name, storage)
-    return _of_file, manager, name, size
+    return _open_file, manager, name, size
 
 
-def by_descriptor(storage: UntypedStorage, descriptors: list[int]) -> Content:
+def share_by_descriptor(storage: UntypedStorage, descriptors: list[int]) -> Content:
     """Share a storage by a new descriptor, which is appended to the list; return how to rebuild it.
 
     Uses ``by_name`` if the storage is shared by file name, or if it is not shared yet and the
@@ -157,7 +157,7 @@ def by_descriptor(storage: UntypedStorage, descriptors: list[int]) -> Content:
     descriptor, size = _shared(storage)
     _remember(reductions.fd_id(descriptor), storage)  # type: ignore[no-untyped-call]
     descriptors.append(os.dup(descriptor))
-    return _of_descriptor, MARK, size
+    return _open_descriptor, MARK, size
 
 
 def _has_name(storage: UntypedStorage) -> bool:
@@ -184,7 +184,7 @@ def _empty(size: int = 0, device: str = "cpu") -> UntypedStorage:
     return UntypedStorage(size, device=device)  # type: ignore[no-untyped-call]
 
 
-def _of_descriptor(descriptor: Received, size: int) -> UntypedStorage:
+def _open_descriptor(descriptor: Received, size: int) -> UntypedStorage:
     with explaining():
         storage: UntypedStorage = reductions.rebuild_storage_fd(  # type: ignore[no-untyped-call]
             UntypedStorage, descriptor, size
@@ -192,7 +192,7 @@ def _of_descriptor(descriptor: Received, size: int) -> UntypedStorage:
     return storage
 
 
-def _of_file(manager: bytes, name: bytes, size: int) -> UntypedStorage:
+def _open_file(manager: bytes, name: bytes, size: int) -> UntypedStorage:
     try:
         storage: UntypedStorage = reductions.rebuild_storage_filename(  # type: ignore[no-untyped-call]
             UntypedStorage, manager, name, size
@@ -202,7 +202,7 @@ def _of_file(manager: bytes, name: bytes, size: int) -> UntypedStorage:
     return storage
 
 
-def _of_process(process: int, number: int, inode: int, device: int, size: int) -> UntypedStorage:
+def _open_process(process: int, number: int, inode: int, device: int, size: int) -> UntypedStorage:
     key = inode, device
     cached: UntypedStorage | None = reductions.storage_from_cache(UntypedStorage, key)  # type: ignore[no-untyped-call]
     if cached is not None:
@@ -214,7 +214,7 @@ def _of_process(process: int, number: int, inode: int, device: int, size: int) -
         with contextlib.suppress(FileNotFoundError), explaining():
             status = os.stat(path)
             if (status.st_ino, status.st_dev) == key:
-                return _of_descriptor(Received(os.open(path, os.O_RDWR | os.O_CLOEXEC)), size)
+                return _open_descriptor(Received(os.open(path, os.O_RDWR | os.O_CLOEXEC)), size)
     raise _gone(f"a descriptor of process {process}")
 
 
@@ -341,8 +341,8 @@ def _reduced_tensor(tensor: Tensor, payloads: list[Any], *, copy_tensor: bool) -
         )
     is_bare = type(tensor) is Tensor and not tensor.__dict__ and not tensor.is_nested
     if is_bare and tensor.layout in _SPARSE:
-        parts_of = _parts_of_sparse(tensor.detach())
-        return _sparse, (tensor.layout, tuple(tensor.shape), tensor.requires_grad, parts_of)
+        get_parts = _parts_of_sparse(tensor.detach())
+        return _sparse, (tensor.layout, tuple(tensor.shape), tensor.requires_grad, get_parts)
     is_strided = is_bare and tensor.layout is torch.strided and not tensor.is_quantized
     is_plain = is_strided and tensor.device.type in ("cpu", "cuda")
     is_handle = tensor.is_cuda and not copy_tensor

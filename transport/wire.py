@@ -128,7 +128,7 @@ def _pickle_parts(
     from . import tensors as _tensors
 
     def share(storage: Any) -> Any:
-        return _tensors.by_descriptor(storage, descriptors)
+        return _tensors.share_by_descriptor(storage, descriptors)
 
     encoded, contents = _tensors.encode_parts(payloads, None if copy_tensor else share)
     buffers: list[Any] = []

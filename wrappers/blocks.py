@@ -52,7 +52,7 @@ def find_blocks(model: nn.Module, spec: BlockSpec | None) -> dict[str, nn.Module
                 f"name its children instead: {path}.*"
             )
     if min_params is not None:
-        chosen.update(_by_size(modules, chosen, min_params))
+        chosen.update(_find_by_size(modules, chosen, min_params))
     return {path: module for path, module in modules.items() if path in chosen}
 
 
@@ -108,7 +108,7 @@ def _class_names(module: nn.Module) -> set[str]:
     }
 
 
-def _by_size(modules: dict[str, nn.Module], chosen: set[str], min_params: float) -> list[str]:
+def _find_by_size(modules: dict[str, nn.Module], chosen: set[str], min_params: float) -> list[str]:
     """Return the smallest modules with enough parameters, not counting ``chosen`` modules."""
     counted = {id(param) for path in chosen for param in modules[path].parameters()}
     paths: list[str] = []
@@ -339,7 +339,7 @@ def _checkpointed(kind: Any, preserve: bool) -> type[nn.Module]:
         norms = [module for module in self.modules() if isinstance(module, _NormBase)]
         norms = [norm for norm in norms if norm.training and norm.track_running_stats]
         if norms:
-            return _with_fixed_statistics(norms, call, args, preserve)
+            return _fix_statistics(norms, call, args, preserve)
         return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=preserve)
 
     namespace = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -354,7 +354,7 @@ def _new(kind: Any, preserve: bool, *arguments: Any) -> Any:
 
 
 @uncompiled("a checkpointed block with running statistics runs outside of graphs")
-def _with_fixed_statistics(
+def _fix_statistics(
     norms: Sequence[_NormBase], call: Callable[..., Any], args: Sequence[Any], preserve: bool
 ) -> Any:
     """Checkpoint a call whose second forward does not update running statistics."""

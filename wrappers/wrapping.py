@@ -21,7 +21,7 @@ from .ddp.distributed import StepDistributedDataParallel
 from .ddp.separate import SeparateDistributedDataParallel, check_children
 from .prepare import Preparation, freeze_parameters, model_checks, prepare_model, split_parameters
 from .sharding.mesh import Mesh, agree, broadcast_from_first_rank
-from .steps.preprocess import device_of
+from .steps.preprocess import get_device
 from .steps.step import SingleDevice, StepFunction, Steps, check_step_function, with_train_step
 from .torch_functions import check_options, option_names
 
@@ -402,7 +402,7 @@ def _choose(
         needed = _copy_bytes(model, split, mesh.tensor_size, states) / _GIB
         limit, source = options.get("memory_gib"), "memory_gib"
         if limit is None:
-            device = device_of(model) if device is None else torch.device(device)
+            device = get_device(model) if device is None else torch.device(device)
             limit = _least_available(device) * _USABLE / _GIB
             source = f"{_USABLE:.0%} of the free memory"
         name = "ddp" if needed <= limit else "fsdp"

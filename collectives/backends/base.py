@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import CollectiveError, attempt, text_of
+from ..errors import CollectiveError, attempt, get_text
 from ..objects.serialize import obj2tensor, tensor2obj
 
 T = TypeVar("T")
@@ -130,7 +130,7 @@ class TensorBaseDistBackend(BaseDistBackend):
         return list(zip(tensors, sizes, strict=True))
 
     def _raise_together(self, problem: Exception | None) -> None:
-        message = None if problem is None else text_of(problem)
+        message = None if problem is None else get_text(problem)
         answers = self._gather(self._object_to_tensor(message))
         texts = [self._tensor_to_object(tensor, size) for tensor, size in answers]
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]

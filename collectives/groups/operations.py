@@ -174,7 +174,7 @@ def broadcast(
 
 def all_reduce(group: _Group, data: Any, op: ReduceOp, *, several: bool = False) -> Steps[None]:
     name = _name("all_reduce", several)
-    yield Named(name, group, lambda: f"{_name_of(op)} of {_describe(data, several)}")
+    yield Named(name, group, lambda: f"{_get_name(op)} of {_describe(data, several)}")
     tensors = _own(data, several, is_target=True)
     yield from _reduce(group, tensors, op, tensors, several=several)
 
@@ -183,7 +183,7 @@ def reduce(
     group: _Group, data: Any, dst: int, op: ReduceOp, *, several: bool = False, dst_tensor: int = 0
 ) -> Steps[None]:
     name = _name("reduce", several)
-    yield Named(name, group, lambda: f"{_name_of(op)} of {_describe(data, several)} to rank {dst}")
+    yield Named(name, group, lambda: f"{_get_name(op)} of {_describe(data, several)} to rank {dst}")
     tensors = _own(data, several, is_target=True)
     place_in_group(dst, group, "dst")
     is_destination = dist.get_rank() == dst
@@ -201,7 +201,7 @@ def _reduce(
     dst: int | None = None,
 ) -> Steps[None]:
     first_tensor, *further = [tensor.detach() for tensor in tensors]
-    own_op = checked_op(_name_of(op), first_tensor.dtype)
+    own_op = checked_op(_get_name(op), first_tensor.dtype)
     reduction = Reduction(first_tensor, own_op, group, further=further, dst=dst)
     # The ranks may have different numbers of tensors.
     is_counted = several and own_op == "mean"
@@ -294,12 +294,12 @@ def reduce_scatter(
     supports every dtype and operation.
     """
     name = "group.reduce_scatter"
-    yield Named(name, group, lambda: f"{_name_of(op)} of {describe_dtype(output)}")
+    yield Named(name, group, lambda: f"{_get_name(op)} of {describe_dtype(output)}")
     target = checked_tensor("output", output, is_target=True).detach()
     inputs = one_per_rank("input_list", input_list, group)
     group_rank = dist.get_rank(group)
     check_like(f"input_list[{group_rank}]", inputs[group_rank], "output", output)
-    own_op = checked_op(_name_of(op), target.dtype)
+    own_op = checked_op(_get_name(op), target.dtype)
     base, *further = yield from _exchange(inputs, [target] * len(inputs), group)
     _write(Reduction(base, own_op, group, further=further).result(), [target])
 
@@ -339,7 +339,7 @@ def _name(name: str, several: bool) -> str:
     return f"group.{name}_multigpu" if several else f"group.{name}"
 
 
-def _name_of(op: ReduceOp) -> str:
+def _get_name(op: ReduceOp) -> str:
     """Return the lower-case name of an operation of torch; return a string unchanged."""
     if isinstance(op, str):
         return op

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import Call, CollectiveError, Group, attempt, call_site, text_of
+from ..errors import Call, CollectiveError, Group, attempt, call_site, get_text
 from ..process.ranks import distributed_available
 from ..trace.headers import Header, exchange_headers
 from .objects import all_gather_object
@@ -45,7 +45,7 @@ def failure_of(problem: Exception | None, rank: int | None = None) -> Failure | 
         return None
     if rank is None:
         rank = dist.get_rank() if distributed_available() else 0
-    kind, full_text = type(problem), text_of(problem)
+    kind, full_text = type(problem), get_text(problem)
     try:
         pickle.dumps(kind)
         kind(str(problem))

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import Call, CollectiveError, Group, attempt, name_ranks, text_of
+from ..errors import Call, CollectiveError, Group, attempt, get_text, name_ranks
 from ..process.ranks import comm_device, live_world_size, members, place_in_group
 from ..trace.calling import calling
 from ..trace.headers import INLINE_BYTES, exchange_headers, gather_numbers, raise_disagreement
@@ -88,7 +88,7 @@ def scatter_object(objs: Sequence[T] | None, src: int, group: dist.ProcessGroup)
         memory: dict[int, memoryview] = {}
         if is_source:
             sent = {
-                rank: _bytes_of(packed).to(device)
+                rank: _get_bytes(packed).to(device)
                 for rank, packed in (packed_objects or {}).items()
             }
             _wait_for([dist.isend(data, rank, group) for rank, data in sent.items()])
@@ -242,7 +242,7 @@ def _transmit(
         if not (sender == rank or receives):
             continue
         buffers[sender] = (
-            _bytes_of(packed).to(device)
+            _get_bytes(packed).to(device)
             if sender == rank
             else torch.empty(size, dtype=torch.uint8, device=device)
         )
@@ -264,7 +264,7 @@ def _unpack(call: Call, memory: Mapping[int, memoryview], may_fail: bool) -> dic
     elif problem is not None:
         raise CollectiveError(
             f"{call.name}(): rank {dist.get_rank()} cannot unpickle what it received: "
-            f"{text_of(problem)}"
+            f"{get_text(problem)}"
         ) from problem
     return objects or {}
 
@@ -290,7 +290,7 @@ def _agree_on(
     return objects if worst == _DONE else None
 
 
-def _bytes_of(packed: PackedObject) -> torch.Tensor:
+def _get_bytes(packed: PackedObject) -> torch.Tensor:
     return torch.frombuffer(bytearray().join(packed.pieces), dtype=torch.uint8)
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import CollectiveError, Group, text_of
+from ..errors import CollectiveError, Group, get_text
 from ..process.ranks import distributed_available, live_world_size, members
 from .agree import results_of_all
 from .objects import all_gather_object, gather_object
@@ -252,7 +252,7 @@ def _write_part(data: object, folder: Path) -> bytes:
     try:
         chunks = pack(data).pieces
     except Exception as error:
-        raise CollectiveError(f"cannot pickle the object: {text_of(error)}") from error
+        raise CollectiveError(f"cannot pickle the object: {get_text(error)}") from error
     digest = hashlib.blake2b()
     file_path = _part_path(folder, dist.get_rank())
     unfinished = file_path.with_suffix(".tmp")
@@ -285,5 +285,5 @@ def _read_part(folder: Path, rank: int, digest: bytes) -> Any:
         return unpack(memoryview(content))
     except Exception as error:
         raise CollectiveError(
-            f"cannot unpickle the object of rank {rank}: {text_of(error)}"
+            f"cannot unpickle the object of rank {rank}: {get_text(error)}"
         ) from error

@@ -210,7 +210,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
     order = None
     if not plain.is_contiguous():
-        order, plain = _in_memory_order(plain)
+        order, plain = _reorder_memory(plain)
     array = (as_bytes(plain) if tensor.dtype in _WITHOUT_NUMPY else plain).numpy()
     content = pickle.PickleBuffer(array.data)
     arguments: tuple[Any, ...] = (content, name, tuple(plain.shape))
@@ -225,7 +225,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _in_memory_order(tensor: torch.Tensor) -> tuple[Sequence[int] | None, torch.Tensor]:
+def _reorder_memory(tensor: torch.Tensor) -> tuple[Sequence[int] | None, torch.Tensor]:
     """Return the order of dimensions by stride, and the tensor permuted to it.
 
     This keeps the layout of channels_last and transposed tensors. Any other tensor is made

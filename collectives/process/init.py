@@ -82,7 +82,7 @@ def init_dist(
     """
     _check_settings(launcher, backend, init_backend)
     if "timeout" in kwargs:
-        kwargs["timeout"] = _to_timedelta(kwargs["timeout"])
+        kwargs["timeout"] = _make_timedelta(kwargs["timeout"])
     if launcher == "none":
         return
     port = kwargs.pop("port", None) if launcher == "slurm" else None
@@ -263,7 +263,7 @@ def _require(launcher: str, names: list[str]) -> None:
         )
 
 
-def _to_timedelta(timeout: object) -> timedelta:
+def _make_timedelta(timeout: object) -> timedelta:
     if isinstance(timeout, timedelta):
         return timeout
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from ..errors import Group, text_of
+from ..errors import Group, get_text
 from ..process.ranks import members
 from ..trace.calling import calling
 from ..trace.tracing import is_tracing
@@ -108,7 +108,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, numbers.Number) or is_numpy_flag
 
 
-def tensor_of(name: str, value: object) -> torch.Tensor:
+def make_tensor(name: str, value: object) -> torch.Tensor:
     """Return a detached tensor that can be reduced; a Python float becomes float64."""
     if not isinstance(value, torch.Tensor) and not is_number(value):
         kind = type(value).__name__
@@ -133,7 +133,7 @@ def checking(name: str, group: Group, describe: Callable[[], str]) -> Iterator[N
         yield
     except Exception as error:
         if is_tracing() and len(members(group)) > 1:
-            text = f"{describe()}, which raised {text_of(error)}"
+            text = f"{describe()}, which raised {get_text(error)}"
             with calling(name, group, lambda: text):
                 # If all ranks report the same text, each raises its own error.
                 pass

@@ -14,7 +14,7 @@ from ..errors import Call, Group, Place, attempt, call_site, describe_places, di
 from ..objects.agree import agree
 from ..process.ranks import comm_device, live_world_size, members
 from ..trace.calling import calling
-from .checks import checked_tensor, describe_tensor, tensor_of
+from .checks import checked_tensor, describe_tensor, make_tensor
 from .operations import Reduction, checked_op
 
 K = TypeVar("K", bound=Hashable)
@@ -52,7 +52,7 @@ def all_reduce_dict(
             raise ValueError(f"reduce_op must be one of {', '.join(REDUCE_OPS)}, got {reduce_op!r}")
         if not isinstance(py_dict, Mapping):
             raise TypeError(f"py_dict must be a mapping, got {type(py_dict).__name__}")
-        tensors = {key: tensor_of(f"py_dict[{key!r}]", value) for key, value in py_dict.items()}
+        tensors = {key: make_tensor(f"py_dict[{key!r}]", value) for key, value in py_dict.items()}
         for key, tensor in tensors.items():
             if reduce_op in ("min", "max") and tensor.is_complex():
                 raise ValueError(f"py_dict[{key!r}] is complex, which has no {reduce_op}")
@@ -87,7 +87,7 @@ def all_reduce_dict_in_place(data: dict[Any, Any], op: str = "sum", group: Group
         checked_op(op)
         if not isinstance(data, dict):
             raise AssertionError(f"data must be a dict, got {type(data).__name__}")
-        tensors = {key: tensor_of(f"data[{key!r}]", value) for key, value in data.items()}
+        tensors = {key: make_tensor(f"data[{key!r}]", value) for key, value in data.items()}
         return _check_dtypes("data", tensors, op)
 
     op = str(op).lower()
@@ -221,7 +221,7 @@ def _agree_on_entries(
     call: Call, entries: Mapping[K, str], setting: str, problem: Exception | None
 ) -> list[K]:
     """Return the keys in the same order on all ranks; raise on every rank if entries differ."""
-    by_text, unclear = attempt(lambda: _by_text(entries))
+    by_text, unclear = attempt(lambda: _sort_by_text(entries))
     texts, problem = by_text or {}, problem or unclear
     in_order = sorted(texts)
     content = repr((setting, [(text, entries[texts[text]]) for text in in_order]))
@@ -247,7 +247,7 @@ def _agree_on_entries(
     return list(answers[0][0])
 
 
-def _by_text(entries: Iterable[K]) -> dict[str, K]:
+def _sort_by_text(entries: Iterable[K]) -> dict[str, K]:
     for key in entries:
         # Two NaNs have the same text, but a dict does not find one by the other.
         if isinstance(key, float) and key != key:

@@ -215,7 +215,7 @@ def _gather_bytes(
         memory = memory.to(comm_device(group))
     receives = dst is None or dst == dist.get_rank()
     if is_small:
-        return [_copy_of(header.inline) for header in headers] if receives else []
+        return [_make_copy(header.inline) for header in headers] if receives else []
     received = [torch.empty_like(memory) for _ in headers] if receives else []
     if dst is None:
         for work in start_all_gather(received, memory, group):
@@ -233,6 +233,6 @@ def _check_same(call: Call, names: str, texts: Sequence[str]) -> None:
         raise ValueError(f"{call.name}() must get the same {names} on all ranks, got {got}")
 
 
-def _copy_of(data: memoryview) -> torch.Tensor:
+def _make_copy(data: memoryview) -> torch.Tensor:
     # torch.frombuffer rejects an empty buffer.
     return torch.frombuffer(data, dtype=torch.uint8).clone() if data else torch.empty(0).byte()

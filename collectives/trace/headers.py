@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import Call, CollectiveError, Group, Place, describe_places, text_of
+from ..errors import Call, CollectiveError, Group, Place, describe_places, get_text
 from ..process.ranks import comm_device, members
 
 # One network packet, into which most objects fit.
@@ -86,7 +86,7 @@ def raise_disagreement(
     call: Call, problem: Exception | None = None, failed_to: str = "take part"
 ) -> None:
     """Raise an error that describes how the ranks differ; every rank must call this."""
-    encoded = call.here(f"cannot {failed_to}: {text_of(problem)}" if problem else "").encode()
+    encoded = call.here(f"cannot {failed_to}: {get_text(problem)}" if problem else "").encode()
     sizes = gather_numbers([len(encoded)], call.group)
     padded = bytearray(encoded.ljust(max(sizes)[0]))
     rows = gather_rows(_to_tensor(padded, call.group), call.group)

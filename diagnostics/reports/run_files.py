@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from ...registry import did_you_mean
-from ...registry.directions import direction_of
+from ...registry.directions import find_direction
 
 _FIXED = {"step", "epoch", "phase", "time"}
 _SKIPPED = {"checkpoints", "ledger", "media", "profile", "tensorboard", "wandb"}
@@ -178,7 +178,7 @@ class Run:
             "step": max(
                 (record["step"] for record in records if type(record.get("step")) is int), default=0
             ),
-            "time": _time_of(latest),
+            "time": _get_time(latest),
             "max_steps": self.read("environment.json").get("max_steps"),
         }
 
@@ -294,7 +294,7 @@ class Run:
         }
 
     def _add(self, record: Json) -> None:
-        step, time = record.get("step"), _time_of(record)
+        step, time = record.get("step"), _get_time(record)
         if not isinstance(step, int) or not 0 <= step < 1 << 62:
             return
         self._since_s = time if not self._curves else self._since_s
@@ -312,7 +312,7 @@ class Run:
 
 def _direction(name: str, directions: Json) -> bool | None:
     """Return whether higher values are better; a test may have the metrics of other sets."""
-    direction = direction_of(name, directions)
+    direction = find_direction(name, directions)
     if direction is None:
         metric = name.rpartition("/")[2]
         same = {up for key, up in directions.items() if key.rpartition("/")[2] == metric}
@@ -369,7 +369,7 @@ def _number(value: Any) -> float:
     return math.nan
 
 
-def _time_of(record: Json) -> float:
+def _get_time(record: Json) -> float:
     """Return the time of a record in seconds, and 0 if it has none."""
     time = _number(record.get("time"))
     return time if math.isfinite(time) else 0.0

@@ -17,7 +17,7 @@ from stepwrap.registry import (
     RunSections,
     list_registrations,
 )
-from stepwrap.registry.arguments import options_of
+from stepwrap.registry.arguments import get_options
 from stepwrap.registry.checks import schema
 from stepwrap.registry.scan import documented_items
 
@@ -110,7 +110,7 @@ def _rows(section: type) -> Iterator[tuple[str, ...]]:
     meanings = {key: text for names, text in documented.items() for key in names.split(", ")}
     for setting in fields(section):
         if setting.name not in _INLINE:
-            kind = " or ".join(_type(hint, setting) for hint in options_of(hints[setting.name]))
+            kind = " or ".join(_type(hint, setting) for hint in get_options(hints[setting.name]))
             meaning = meanings.get(setting.name, "")
             # Defaults that other settings determine are described in words.
             default = "" if "default" in meaning else _default(setting)

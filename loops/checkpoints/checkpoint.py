@@ -161,7 +161,7 @@ def list_checkpoints(
     ``problems``. Links to other checkpoints in ``folder`` are left out. Does not communicate.
     """
     links = set(links_in(folder))
-    return _with_meta((path for path in folder.glob("step_*") if path not in links), problems)
+    return _read_metas((path for path in folder.glob("step_*") if path not in links), problems)
 
 
 def links_in(folder: Path) -> list[Path]:
@@ -173,7 +173,7 @@ def links_in(folder: Path) -> list[Path]:
     ]
 
 
-def _with_meta(
+def _read_metas(
     paths: Iterable[Path], problems: dict[Path, str] | None = None
 ) -> list[tuple[Path, dict[str, Any]]]:
     readable = []
@@ -340,7 +340,7 @@ def _own_files(
     state: LoopState, parts: Parts, table: Table, at_current_batch: bool
 ) -> Iterator[tuple[str, Any]]:
     """Yield names and contents of the files that this rank writes."""
-    yield from parts.files_of(own_rank(), table)
+    yield from parts.get_files(own_rank(), table)
     yield rank_file(own_rank()), _own_contents(state, at_current_batch)
     if own_rank() == 0:
         yield from ((f"{stem}.pt", tree) for stem, tree in parts.trees.items())
@@ -359,7 +359,7 @@ def _contents(state: LoopState) -> dict[str, Any]:
         name: weights.to_plain(source.state_dict(), name) for name, source in stateful_objects
     }
     return {
-        "model": weights.weights_of(weights.user_model(state.model)),
+        "model": weights.get_weights(weights.user_model(state.model)),
         "optim": optim_state,
         "state": {"counters": state.state_dict(), "stateful": stateful},
     }
@@ -368,8 +368,8 @@ def _contents(state: LoopState) -> dict[str, Any]:
 def _own_contents(state: LoopState, at_current_batch: bool) -> dict[str, Any]:
     model = weights.user_model(state.model)
     own: dict[str, Any] = {
-        "rng": capture_rng(weights.device_of(model)),
-        "gradients": weights.gradients_of(model, state.optim_wrapper) if at_current_batch else {},
+        "rng": capture_rng(weights.get_device(model)),
+        "gradients": weights.get_gradients(model, state.optim_wrapper) if at_current_batch else {},
         "logs": state.logs.state_dict(None if at_current_batch else state.step),
     }
     if own["gradients"]:
@@ -407,7 +407,7 @@ def _finish(draft: Path, meta: dict[str, Any], state: LoopState, incomplete: boo
     ]
     # A run may also be resumed from an incomplete or an abandoned checkpoint, and then abandons
     # those with a higher serial number.
-    every = existing + _with_meta(folder.glob("?*_step_*"))
+    every = existing + _read_metas(folder.glob("?*_step_*"))
     meta["serial"] = 1 + max((old_meta["serial"] for _, old_meta in every), default=0)
     meta["best"] = meta["best"] or any(old_meta["best"] for _, old_meta in replaced)
     final = folder / name

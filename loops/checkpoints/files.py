@@ -218,7 +218,7 @@ def remove_folders(folders: Iterable[Path]) -> None:
 
 def read_text(path: Path) -> str:
     """Return the text of a regular file; raise OSError if it is too large to be one of ours."""
-    if _size_of(path) > _LONGEST_TEXT:
+    if _get_size(path) > _LONGEST_TEXT:
         raise OSError(errno.EFBIG, f"it is larger than {_LONGEST_TEXT} bytes", str(path))
     # Not read_text, which converts line ends.
     return path.read_bytes().decode()
@@ -244,18 +244,18 @@ def fingerprint(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def damage_of(path: Path, files: Mapping[str, Any]) -> str:
+def find_damage(path: Path, files: Mapping[str, Any]) -> str:
     """Describe the first damaged file of a checkpoint; "" if all have the given fingerprints."""
     for name, written in files.items():
         try:
-            if _size_of(path / name) != written["size"] or fingerprint(path / name) != written:
+            if _get_size(path / name) != written["size"] or fingerprint(path / name) != written:
                 return f"{name}: checksum mismatch"
         except OSError as error:
             return f"{name}: {error.strerror}"
     return ""
 
 
-def _size_of(path: Path) -> int:
+def _get_size(path: Path) -> int:
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         # Reading a pipe or a device might not end.

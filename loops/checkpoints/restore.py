@@ -21,9 +21,9 @@ from ..rng import mix_seed, restore_rng, seed_rng
 from ..state import LoopState, PartReader, mean_logs
 from . import weights
 from .checkpoint import links_in, list_checkpoints, rank_file, read_meta
-from .files import CheckpointError, damage_of, own_rank, reading, run_on_all_ranks, world_size
+from .files import CheckpointError, find_damage, own_rank, reading, run_on_all_ranks, world_size
 from .optimizers import NameOrders, matched
-from .shards import SHARDED, TABLE, Reader, with_whole_tensors
+from .shards import SHARDED, TABLE, Reader, load_whole_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Checkpoint:
                 f"the file to read in {self.path} must be one of {', '.join(readable)}, got {name}"
             )
         if TABLE in files and stem in SHARDED:
-            return with_whole_tensors(Reader(self.path, files, by_parts=True).tree(stem))
+            return load_whole_tensors(Reader(self.path, files, by_parts=True).tree(stem))
         return Reader(self.path, files, by_parts=False).file(name)
 
     @property
@@ -97,7 +97,7 @@ class Checkpoint:
         weights: list[dict[str, Any]] = []
         run_on_all_ranks(
             f"reading the model of {self.path}",
-            lambda: weights.append(with_whole_tensors(self._weights(files, evaluated))),
+            lambda: weights.append(load_whole_tensors(self._weights(files, evaluated))),
         )
         return dict(weights[0])
 
@@ -175,7 +175,7 @@ class Checkpoint:
 
     def _load_model(self, model: nn.Module, saved: Mapping[str, Any]) -> NameOrders:
         target = weights.user_model(model)
-        wanted = {weights.plain_name(n): value for n, value in weights.state_of(target).items()}
+        wanted = {weights.plain_name(n): value for n, value in weights.get_state(target).items()}
         with reading(self.path, "model.pt", "the table of weights"):
             problems = _adapter_problems(saved, wanted) or _mismatches(saved, wanted)
             tied = {} if problems else weights.tied_differently(target, saved)
@@ -276,7 +276,7 @@ class Checkpoint:
             contents = [rank_content] if rank_content else ranks()
             logs = [content.get("logs", nothing) for content in contents]
             merged = logs[0] if rank_content else mean_logs(logs, rank_ratio)
-            state.logs.load_state_dict(merged, weights.device_of(model))
+            state.logs.load_state_dict(merged, weights.get_device(model))
 
     def _restore_rng(self, model: nn.Module, data_rank: int, spacing: int) -> dict[str, Any]:
         """Restore the random streams from the file of a data rank, and return its content.
@@ -295,7 +295,7 @@ class Checkpoint:
             return {}
         content: dict[str, Any] = self.read(name)
         with reading(self.path, name, "rng"):
-            restore_rng(content["rng"], weights.device_of(model))
+            restore_rng(content["rng"], weights.get_device(model))
         return content
 
 
@@ -304,7 +304,7 @@ def _accepted_by(stateful: Any, content: Any) -> Any:
     return (
         content
         if isinstance(stateful, PartReader) and stateful.reads_parts
-        else with_whole_tensors(content)
+        else load_whole_tensors(content)
     )
 
 
@@ -366,7 +366,7 @@ def _search(root: Path, which: str, before: int | None) -> Path | None:
         is_late = before is not None and meta["step"] >= before
         if is_late or (which == "best" and not meta["best"]):
             continue
-        damage = damage_of(path, meta["files"])
+        damage = find_damage(path, meta["files"])
         if not damage:
             return path
         logger.warning("checkpoint %s is damaged (%s); trying the one before it", path, damage)

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ...wrappers.sharding.layout import is_dtensor, layout_of, local_part
-from .files import CheckpointError, damage_of, read_tensors, read_text, reading
+from ...wrappers.sharding.layout import get_layout, is_dtensor, local_part
+from .files import CheckpointError, find_damage, read_tensors, read_text, reading
 
 TABLE = "shards.json"
 # The files, without their suffix, that may have sharded tensors.
@@ -51,7 +51,7 @@ class Parts:
             self._parts[stem], self.places[stem] = {}, {}
             self.trees[stem] = _map_tree(content, partial(self._mark, stem))
 
-    def files_of(self, rank: int, table: Table) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    def get_files(self, rank: int, table: Table) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield names and contents of the files that ``table`` assigns to this rank."""
         for stem, stored in self._parts.items():
             name = _shard_file(stem, rank)
@@ -66,7 +66,7 @@ class Parts:
     def _mark(self, stem: str, tensor: Any, key: str) -> Any:
         if not is_dtensor(tensor):
             return tensor
-        layout, local = layout_of(tensor), local_part(tensor)
+        layout, local = get_layout(tensor), local_part(tensor)
         if not layout.sharded_over:
             return local
         if key in self._parts[stem]:
@@ -171,7 +171,7 @@ class Reader:
 
     def check(self, *names: str) -> None:
         unchecked = {name: self._files[name] for name in names if name not in self.checked}
-        damage = damage_of(self._folder, unchecked)
+        damage = find_damage(self._folder, unchecked)
         if damage:
             raise CheckpointError(f"checkpoint {self._folder} is damaged: {damage}")
 
@@ -237,7 +237,7 @@ class Reader:
         return tensor
 
 
-def with_whole_tensors(tree: Any) -> Any:
+def load_whole_tensors(tree: Any) -> Any:
     """Return ``tree`` with each ``SavedTensor`` replaced by a whole tensor."""
     return _map_tree(tree, lambda value, _: value[...] if isinstance(value, SavedTensor) else value)
 

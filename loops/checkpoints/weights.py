@@ -18,13 +18,13 @@ from ...wrappers.sharding.layout import (
     Layout,
     as_global,
     drop_unreduced_gradients,
+    get_layout,
     is_dtensor,
     is_sharded,
-    layout_of,
     local_part,
     take_part,
 )
-from ..schedule import members_of
+from ..schedule import get_members
 from ..state import LoopState
 from .files import own_rank, world_size
 from .shards import overlap
@@ -96,12 +96,12 @@ def is_compact(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-def device_of(model: nn.Module) -> torch.device:
+def get_device(model: nn.Module) -> torch.device:
     """Return the device of the first parameter of ``model``; the CPU if there is none."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def state_of(model: nn.Module) -> OrderedDict[str, Any]:
+def get_state(model: nn.Module) -> OrderedDict[str, Any]:
     """Return the state dict of ``model`` with its own names; sharded tensors become DTensors."""
     state: Any = model.state_dict()
     for name, tensor in _local_parts(model):
@@ -123,9 +123,9 @@ def saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): param for name, param in {**params, **extra_params}.items()}
 
 
-def weights_of(model: nn.Module) -> OrderedDict[str, Any]:
+def get_weights(model: nn.Module) -> OrderedDict[str, Any]:
     """Return the state dict of ``model`` with the user's names and plain values."""
-    state = state_of(model)
+    state = get_state(model)
     weights = OrderedDict((plain_name(k), to_plain(v, f"model: {k}")) for k, v in state.items())
     versions: Mapping[str, Any] = getattr(state, "_metadata", {})
     vars(weights)["_metadata"] = OrderedDict((plain_name(k), v) for k, v in versions.items())
@@ -223,12 +223,12 @@ def step_state(model: Any) -> dict[str, Any]:
     return carried
 
 
-def gradients_of(model: nn.Module, optim_wrapper: Any = None) -> dict[str, Tensor]:
+def get_gradients(model: nn.Module, optim_wrapper: Any = None) -> dict[str, Tensor]:
     """Return copies of this rank's parts of the gradients, by the user's names.
 
     Gradients that ``optim_wrapper`` drops when its next window begins are left out.
     """
-    gates = [gate for member in members_of(optim_wrapper) for gate in getattr(member, "gates", ())]
+    gates = [gate for member in get_members(optim_wrapper) for gate in getattr(member, "gates", ())]
     foreign = {p for gate in gates for p in getattr(gate, "foreign", ())}
     # Copied, since torch.save would write the whole bucket of which a DDP gradient is a view.
     named = [(plain_name(name), p) for name, p in model.named_parameters() if p not in foreign]
@@ -237,7 +237,7 @@ def gradients_of(model: nn.Module, optim_wrapper: Any = None) -> dict[str, Tenso
 
 def gradient_places(model: nn.Module) -> dict[str, tuple[list[int], list[int]]]:
     """Return, by name, offsets and sizes of this rank's parts of sharded parameters."""
-    named = [(name, layout_of(p)) for name, p in model.named_parameters() if is_sharded(p)]
+    named = [(name, get_layout(p)) for name, p in model.named_parameters() if is_sharded(p)]
     return {plain_name(name): (list(at.offsets), list(at.sizes)) for name, at in named}
 
 
@@ -258,7 +258,7 @@ def set_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
 
 def mean_gradients(model: nn.Module, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Return the mean of the gradients in all ranks' files, or this rank's part if sharded."""
-    layouts = {plain_name(name): layout_of(p) for name, p in model.named_parameters()}
+    layouts = {plain_name(name): get_layout(p) for name, p in model.named_parameters()}
     names = dict.fromkeys(name for content in ranks for name in content["gradients"])
     return {name: _mean(name, layouts[name], ranks) for name in names}
 
@@ -285,7 +285,7 @@ def _mean(name: str, layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> Tens
 
 def window_weights(state: LoopState) -> list[float]:
     """Return, for each optimizer wrapper, the total weight of the losses in its gradients."""
-    return [optim_features(m).window_weight for m in members_of(state.optim_wrapper)]
+    return [optim_features(m).window_weight for m in get_members(state.optim_wrapper)]
 
 
 def restore_window_weights(
@@ -300,7 +300,7 @@ def restore_window_weights(
             weights and the gradients are multiplied by it.
     """
     saved = [content.get("window_weights", []) for content in ranks]
-    members, names = members_of(state.optim_wrapper), ranks[0].get("window_members")
+    members, names = get_members(state.optim_wrapper), ranks[0].get("window_members")
     if names and isinstance(state.optim_wrapper, Mapping):
         members = [state.optim_wrapper.get(name) for name in names]
     for member, values in zip(members, zip(*saved, strict=True), strict=False):

@@ -10,9 +10,9 @@ from typing import Any
 from ...collectives import get_rank
 from ...wrappers.features import model_features, optim_features
 from ..checkpoints import weights
-from ..schedule import has_gradients, is_weighted, members_of, window_of
+from ..schedule import get_members, get_window, has_gradients, is_weighted
 from ..state import LoopState
-from .sampler import ShardedBatchSampler, sampler_of
+from .sampler import ShardedBatchSampler, find_sampler
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +79,11 @@ def split_into_updates(state: LoopState, loader: Iterable[Any]) -> None:
     Raises:
         ValueError: these ranks cannot split an update; the message says which numbers can.
     """
-    sampler = sampler_of(loader)
+    sampler = find_sampler(loader)
     if sampler is None:
         _skip_same_fraction(state)
         return
-    weighted, window = is_weighted(state.optim_wrapper), window_of(state.optim_wrapper) or 1
+    weighted, window = is_weighted(state.optim_wrapper), get_window(state.optim_wrapper) or 1
     saved = _saved(state, sampler, window)
     is_same_data = saved["samples"] == sampler.num_samples
     # The saved length may include samples that were repeated to make the ranks even. With a
@@ -103,7 +103,7 @@ def split_into_updates(state: LoopState, loader: Iterable[Any]) -> None:
         weighted=weighted,
     )
     if count != window:
-        members_of(state.optim_wrapper)[0].accumulate(count, since=0)
+        get_members(state.optim_wrapper)[0].accumulate(count, since=0)
     _warn_of_changes(sampler, saved, window)
     if weighted or count != saved["micro_batches"]:
         _convert_counters(state, saved, sampler)
@@ -143,7 +143,7 @@ def _saved(state: LoopState, sampler: ShardedBatchSampler, window: int) -> dict[
 
 def _fixed_count(state: LoopState, saved: Mapping[str, int], weighted: bool) -> int | None:
     """Return the batches per update if their number must not change, otherwise None."""
-    members = members_of(state.optim_wrapper)
+    members = get_members(state.optim_wrapper)
     uneven = model_features(state.model).uneven_inputs is not None and not weighted
     closure = optim_features(members[0]).needs_closure
     able = len(members) == 1 and hasattr(members[0], "accumulate") and not (uneven or closure)
@@ -207,7 +207,7 @@ def _skip_same_fraction(state: LoopState) -> None:
         )
         state.batch = state.batch * before // now
     if is_weighted(state.optim_wrapper) and has_gradients(state.model):
-        begun = state.batch % (window_of(state.optim_wrapper) or 1)
+        begun = state.batch % (get_window(state.optim_wrapper) or 1)
         state.batch, state.iteration = state.batch - begun, state.iteration - begun
         _restart_update(state)
     names = WRONG_LENGTH, IN_ROUNDS

@@ -20,11 +20,11 @@ from torch.utils.data import (
 )
 
 from ...collectives import get_rank, get_world_size
-from ..error_notes import name_of
+from ..error_notes import get_name
 from ..rng import mix_seed, preserved_generators, preserved_rng, seed_rng
 from ..state import Stateful
 from .collate import prepare_dataset
-from .sampler import BatchIndices, ShardedBatchSampler, sampler_of
+from .sampler import BatchIndices, ShardedBatchSampler, find_sampler
 from .tensors import TensorLoader, selects_rows
 from .workers import (
     EpochStream,
@@ -189,7 +189,7 @@ def warn_of_repetitions(name: str, amount: str, ranks: int, rank: int) -> None:
         )
 
 
-def length_of(loader: Iterable[Any]) -> int | None:
+def get_length(loader: Iterable[Any]) -> int | None:
     """Return the number of batches; None if unknown."""
     try:
         return len(loader) if isinstance(loader, Sized) else None
@@ -212,7 +212,7 @@ def has_exact_length(loader: Any) -> bool:
         return has_exact_length(loader.loader)
     if isinstance(loader, Sequence):
         return True
-    if not isinstance(loader, DataLoader) or is_stream(loader) or length_of(loader) is None:
+    if not isinstance(loader, DataLoader) or is_stream(loader) or get_length(loader) is None:
         return False
     batches = loader.batch_sampler
     sources: list[Any] = [loader, batches, loader.sampler, getattr(batches, "sampler", None)]
@@ -232,7 +232,7 @@ class FirstBatches:
 
     def __init__(self, loader: Iterable[Any], count: int) -> None:
         self.loader = loader
-        length = length_of(loader)
+        length = get_length(loader)
         self.count = count if length is None else min(count, length)
         self.dataset = getattr(loader, "dataset", None)
 
@@ -251,7 +251,7 @@ def size_before_padding(loader: Iterable[Any]) -> int | None:
 
     Returns None for other loaders.
     """
-    own_sampler = sampler_of(loader)
+    own_sampler = find_sampler(loader)
     if own_sampler is not None:
         return own_sampler.num_samples if own_sampler.pads else None
     sampler = getattr(loader, "sampler", None)
@@ -268,7 +268,7 @@ def batches_from(loader: Iterable[Any], epoch: int, batch: int = 0) -> Iterator[
     a function of the epoch. Otherwise they are read and discarded, with a warning.
     """
     repeatable = set_epoch(loader, epoch)
-    own_sampler = sampler_of(loader)
+    own_sampler = find_sampler(loader)
     if own_sampler is not None:
         own_sampler.set_position(epoch, batch)
         return iterate(loader)
@@ -295,7 +295,7 @@ def _read_past(loader: Iterable[Any], batch: int) -> Iterator[Any]:
         "resuming at batch %d of %s by reading and discarding %d batches, which takes as long as "
         "the first time; if the order is random, the next batches differ from an uninterrupted "
         "run's; use %s to resume at once and exactly",
-        *(batch, name_of(loader), batch, remedy),
+        *(batch, get_name(loader), batch, remedy),
     )
     begin = time.monotonic()
     batches = iterate(loader)
@@ -342,7 +342,7 @@ def read_aside(loader: Iterable[Any]) -> Iterator[Any]:
         return _aside(loader, None)
     if is_stream(loader) or hasattr(loader, "state_dict"):
         raise ValueError(
-            f"the training data must be readable a second time, but {name_of(loader)} reads a "
+            f"the training data must be readable a second time, but {get_name(loader)} reads a "
             "stream or has a position; use a map-style data set, or set update_bn: false"
         )
     return iter(loader)

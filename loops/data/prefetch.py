@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from .sampler import sampler_of
+from .sampler import find_sampler
 from .tensors import TensorLoader
 
 _END = object()
@@ -44,7 +44,7 @@ def can_read_ahead(loader: Any) -> bool:
     """
     if type(loader) not in (DataLoader, TensorLoader):
         return type(loader) in (list, tuple)
-    by_index = sampler_of(loader) is not None
+    by_index = find_sampler(loader) is not None
     return by_index and (loader.num_workers > 0 or type(loader) is TensorLoader)
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ..checkpoints.weights import device_of, num_data_ranks
+from ..checkpoints.weights import get_device, num_data_ranks
 from ..rng import mix_seed, preserved_rng, seed_rng
 from ..state import LoopState, Stateful
 from .layout import IN_ROUNDS
 from .loaders import batches_from, is_stream, set_epoch
 from .prefetch import can_read_ahead, prefetch_to_device
-from .sampler import sampler_of
+from .sampler import find_sampler
 from .workers import find_epoch_listeners, iterate, restart_workers
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def batches_of_pass(loader: Iterable[Any], state: LoopState, prefetch: bool) -> 
     batches, state.data.reader = _batches_and_source(loader, state.epoch, done, place)
     if not prefetch:
         return batches
-    return prefetch_to_device(batches, device_of(state.model), ahead=can_read_ahead(loader))
+    return prefetch_to_device(batches, get_device(state.model), ahead=can_read_ahead(loader))
 
 
 def _batches_and_source(
@@ -91,7 +91,7 @@ def _position_source(loader: Iterable[Any], batches: Iterator[Any]) -> Stateful 
 
     A loader of ``build_loader`` needs no such object: its position is the number of the batch.
     """
-    if sampler_of(loader) is not None:
+    if find_sampler(loader) is not None:
         return None
     for source in (loader, batches):
         if isinstance(source, Stateful):
@@ -136,7 +136,7 @@ class FixedPosition:
         self._place = state
 
 
-def with_position(loader: Any) -> Any:
+def make_resumable(loader: Any) -> Any:
     """Return a loader that reports its position if its data set does, otherwise ``loader``."""
     is_stateful = is_stream(loader) and isinstance(loader.dataset, Stateful)
     return StreamLoader(loader) if is_stateful and type(loader) is DataLoader else loader
@@ -177,9 +177,9 @@ class StreamLoader(DataLoader[Any]):
         batches = super().__iter__()
         # The workers have a copy of `restored` by now; workers of the next pass must not get it.
         stream.restored = None
-        return self._noting_places(batches)
+        return self._record_positions(batches)
 
-    def _noting_places(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _record_positions(self, batches: Iterator[Any]) -> Iterator[Any]:
         for worker, position, batch in batches:
             if position is not None:
                 self._places[worker], self._last = position, worker

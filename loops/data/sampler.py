@@ -21,7 +21,7 @@ class BatchIndices(list[int]):
     key: tuple[int, ...] = ()
 
 
-def sampler_of(loader: Any) -> ShardedBatchSampler | None:
+def find_sampler(loader: Any) -> ShardedBatchSampler | None:
     """Return the sampler of a loader of ``build_loader``; None for other loaders."""
     sampler = getattr(loader, "batch_sampler", None)
     return sampler if isinstance(sampler, ShardedBatchSampler) else None
@@ -158,7 +158,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self._epoch = epoch
         self._first = batch
 
-    def indices_of(self, epoch: int, batch: int) -> list[int]:
+    def get_indices(self, epoch: int, batch: int) -> list[int]:
         """Return the sample indices of a batch of this rank."""
         indices: list[int] = self._samples(epoch)[self._rank_positions(batch)].tolist()
         return indices

@@ -15,19 +15,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from ...collectives import TorchDist, get_rank, get_world_size
-from ...wrappers.steps.preprocess import fields_of
-from ..error_notes import name_of
+from ...wrappers.steps.preprocess import get_fields
+from ..error_notes import get_name
 from ..rng import mix_seed, preserved_rng, seed_rng
 from .loaders import (
     FirstBatches,
     batch_sampler_copy,
     copy_with_batches,
+    get_length,
     has_exact_length,
     is_stream,
-    length_of,
     warn_of_repetitions,
 )
-from .sampler import sampler_of
+from .sampler import find_sampler
 from .workers import iterate
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Share:
         Raises:
             ValueError: the batches cannot be divided, because their order has no end.
         """
-        self._group, self._repeats, self._name = group, repeats, name_of(loader)
+        self._group, self._repeats, self._name = group, repeats, get_name(loader)
         ranks = get_world_size(group) if dist.is_initialized() else 1
         if self.in_rounds is not None or ranks == 1:
             self.in_rounds = bool(self.in_rounds)
@@ -136,7 +136,7 @@ class Share:
 
     def _build_share(self, loader: Any, seed: int) -> Any:
         ranks = get_world_size(self._group)
-        count = length_of(loader)
+        count = get_length(loader)
         if count is None:
             raise ValueError(
                 f"the batches of {self._name} cannot be divided among the ranks, because their "
@@ -235,7 +235,7 @@ class SharedBatchSampler(Sampler[list[int]]):
         if hasattr(self.batches, "set_epoch"):
             self.batches.set_epoch(epoch)
 
-    def indices_of(self, epoch: int, batch: int) -> list[int]:
+    def get_indices(self, epoch: int, batch: int) -> list[int]:
         """Return the sample indices of a batch of the running pass."""
         return self._listed[batch]
 
@@ -286,7 +286,7 @@ def _knows_ranks(loader: Any) -> bool:
     )
     is_divided = any(isinstance(count, int) and count > 1 for count in counts)
     is_ours = isinstance(loader, SharedBatches) or isinstance(batches, SharedBatchSampler)
-    return is_divided or is_ours or sampler_of(loader) is not None
+    return is_divided or is_ours or find_sampler(loader) is not None
 
 
 def _collect_facts(loader: Any) -> _Facts:
@@ -336,7 +336,7 @@ def digest(data: Any) -> bytes | None:
 
 
 def _add(hashed: Any, data: Any) -> None:
-    data = fields_of(data)
+    data = get_fields(data)
     hashed.update(type(data).__name__.encode())
     if isinstance(data, Tensor):
         hashed.update(repr((data.dtype, tuple(data.shape))).encode())
@@ -360,7 +360,7 @@ def _row_digests(batch: Any) -> list[bytes]:
 
 
 def _tensors_in(data: Any) -> Iterator[Tensor]:
-    data = fields_of(data)
+    data = get_fields(data)
     if isinstance(data, Tensor):
         yield data
     fields = data.values() if isinstance(data, Mapping) else data

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from ..error_notes import describe, name_of
+from ..error_notes import describe, get_name
 from ..rng import preserved_generators, preserved_rng
 from .sampler import ShardedBatchSampler
 
@@ -44,7 +44,7 @@ class TensorLoader(DataLoader[Any]):
     ) -> None:
         super().__init__(dataset, batch_sampler=sampler, **options)
         self._rows = sampler.rows
-        self._tensors, self._build = _tensors_of(dataset, sampler.num_samples)
+        self._tensors, self._build = _get_tensors(dataset, sampler.num_samples)
         self._check_samples([0, sampler.num_samples - 1])
         if device is not None:
             self._tensors = [tensor.to(device) for tensor in self._tensors]
@@ -78,11 +78,11 @@ class TensorLoader(DataLoader[Any]):
         except AssertionError as error:
             raise ValueError(
                 "in_memory needs samples that equal the rows of the tensors, but in "
-                f"{name_of(self.dataset)} they differ: {error}. Use in_memory=False"
+                f"{get_name(self.dataset)} they differ: {error}. Use in_memory=False"
             ) from error
 
 
-def _tensors_of(
+def _get_tensors(
     dataset: Any, samples: int
 ) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Any]]:
     """Return the tensors of a data set, and a function that builds a batch from rows of each."""
@@ -103,14 +103,14 @@ def _tensors_of(
         raise TypeError(
             "in_memory needs a data set with an attribute `tensors`, as TensorDataset: a tensor, "
             "or a sequence or mapping of tensors, whose rows along the first dimension are the "
-            f"samples; {name_of(dataset)} {description}"
+            f"samples; {get_name(dataset)} {description}"
         )
     device = tensors[0].device
     if any(tensor.shape[:1] != (samples,) or tensor.device != device for tensor in tensors):
         description = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in tensors)
         raise ValueError(
             f"in_memory needs tensors with one row for each of the {samples} samples of "
-            f"{name_of(dataset)}, all on one device, got {description}"
+            f"{get_name(dataset)}, all on one device, got {description}"
         )
     return tensors, build
 
@@ -126,7 +126,7 @@ def selects_rows(dataset: Any, in_memory: Any, num_workers: int, collate: Any) -
     if per_sample:
         raise ValueError(
             "in_memory needs num_workers=0 and collate=None, since it reads no single samples, got "
-            f"{num_workers} and {'None' if collate is None else name_of(collate)}"
+            f"{num_workers} and {'None' if collate is None else get_name(collate)}"
         )
     kind = type(dataset)
     return in_memory != "auto" or (

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from ..error_notes import add_note, describe_samples, name_of, unwrapped
+from ..error_notes import add_note, describe_samples, get_name, unwrapped
 from . import fork_server
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -77,9 +77,9 @@ def _explain_unpicklable(loader: Any, method: str) -> str:
     if isinstance(culprit, IOBase):
         kind, remedy = "an open file", "open it when the first sample is read"
     elif "<lambda>" in getattr(culprit, "__qualname__", ""):
-        kind, remedy = f"a lambda ({name_of(culprit)})", "define a function at the top of a module"
+        kind, remedy = f"a lambda ({get_name(culprit)})", "define a function at the top of a module"
     elif "<locals>" in getattr(culprit, "__qualname__", ""):
-        kind = f"a local function or class ({name_of(culprit)})"
+        kind = f"a local function or class ({get_name(culprit)})"
         remedy = "define it at the top of a module, with functools.partial for its arguments"
     else:
         kind, remedy = f"a {type(culprit).__name__}", "create it when the first sample is read"
@@ -165,7 +165,7 @@ class WorkerCollate:
         try:
             return self.collate(samples)
         except Exception as error:
-            add_note(error, f"{name_of(self.collate)} was given {describe_samples(samples)}")
+            add_note(error, f"{get_name(self.collate)} was given {describe_samples(samples)}")
             raise
 
 

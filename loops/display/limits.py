@@ -64,7 +64,7 @@ class SpeedLimits:
         for total, latest in zip(self._window, times, strict=True):
             total.add(latest)
         if self._window[0].elapsed_s >= _WINDOW_S:
-            state.limits = limits_of(self._window)
+            state.limits = find_limits(self._window)
             self._window = [RankTimes() for _ in times]
         return shares
 
@@ -88,7 +88,7 @@ def slowest_rank(times: Sequence[RankTimes]) -> tuple[int, float]:
     return slowest
 
 
-def limits_of(times: Sequence[RankTimes]) -> dict[str, float]:
+def find_limits(times: Sequence[RankTimes]) -> dict[str, float]:
     """Return the entries of ``LoopState.limits``, the slow rank first, then by share."""
     rank, waiting = slowest_rank(times) if len(times) > 1 else (0, 0.0)
     rank_times = times[rank]

@@ -78,7 +78,7 @@ class NotebookDisplay:
         return {"text/plain": console.export_text().rstrip(), "text/html": html}
 
 
-def in_notebook() -> bool:
+def is_in_notebook() -> bool:
     """Return whether this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None

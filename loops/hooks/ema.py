@@ -17,12 +17,12 @@ from ...registry import HOOKS
 from ...wrappers.features import model_features, optim_features
 from ...wrappers.sharding.layout import as_global, copy_whole_, local_part, reshard
 from ...wrappers.steps.preprocess import as_call
-from ..checkpoints.shards import with_whole_tensors
+from ..checkpoints.shards import load_whole_tensors
 from ..checkpoints.weights import (
-    device_of,
+    get_device,
+    get_state,
     plain_name,
     saved_parameters,
-    state_of,
     user_model,
 )
 from ..data.loaders import read_aside
@@ -102,7 +102,7 @@ class _AveragingHook(Hook):
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"model": averaged weights}``; the inner dict is empty without an average."""
         if self._model is None or self._restored is not None:
-            return {"model": with_whole_tensors(self._restored or {})}
+            return {"model": load_whole_tensors(self._restored or {})}
         reshard(self._model)
         pairs = zip(self._params, self._average, strict=True)
         by_param = {id(param): as_global(mean, param) for param, mean in pairs}
@@ -110,7 +110,7 @@ class _AveragingHook(Hook):
         named = saved_parameters(self._model).items()
         average = {name: by_param[id(p)] for name, p in named if id(p) in by_param}
         average |= self._statistics
-        weights = {plain_name(name): value for name, value in state_of(self._model).items()}
+        weights = {plain_name(name): value for name, value in get_state(self._model).items()}
         tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
         return {"model": {name: average.get(name, value) for name, value in tensors.items()}}
 
@@ -395,7 +395,7 @@ def _update_batch_norms(state: LoopState) -> None:
             layer.reset_running_stats()
             # None means the mean over all batches, not a moving average.
             layer.momentum = None
-        with preserved_rng(device_of(model)), torch.no_grad():
+        with preserved_rng(get_device(model)), torch.no_grad():
             for batch in read_aside(state.dataloader):
                 args, kwargs = as_call(model.preprocess(batch, training=True))
                 with precision():

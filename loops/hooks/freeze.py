@@ -16,7 +16,7 @@ from ...wrappers.optimizers.gates import FreezeGate
 from ...wrappers.steps.step_checks import log_frozen_norms
 from ..checkpoints.weights import user_model
 from ..hook import Hook
-from ..schedule import members_of
+from ..schedule import get_members
 from ..state import LoopState
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class FreezeHook(Hook):
         frozen: dict[int, list[nn.Parameter]] = {}
         for kept, step in until.items():
             frozen.setdefault(step, []).append(kept)
-        for member in members_of(state.optim_wrapper):
+        for member in get_members(state.optim_wrapper):
             if not hasattr(member, "gates"):
                 raise TypeError(
                     "freezing until a step needs an OptimWrapper of stepwrap, got a "

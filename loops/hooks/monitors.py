@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ...registry import HOOKS
 from ...wrappers import total_norm
 from ...wrappers.features import model_features, optim_features
-from ...wrappers.steps.preprocess import fields_of, path_to_samples
+from ...wrappers.steps.preprocess import get_fields, path_to_samples
 from ..checkpoints.files import world_size
 from ..checkpoints.weights import num_data_ranks, user_model
 from ..display.limits import RankTimes, SpeedLimits
@@ -52,7 +52,7 @@ class GradNormHook(Hook):
     def on_train_start(self, state: LoopState) -> None:
         self._remove()
         # A hook of the loop would be too late: the update clears the gradients.
-        for name, member, optimizer in optimizers_of(state):
+        for name, member, optimizer in get_optimizers(state):
             measure = partial(self._measure, f"grad_norm/{name}".rstrip("/"), member)
             self._handles.append(optimizer.register_step_pre_hook(measure))
 
@@ -103,7 +103,7 @@ class GradNormHook(Hook):
         self._handles = []
 
 
-def optimizers_of(state: LoopState) -> Iterator[tuple[str, Any, Optimizer]]:
+def get_optimizers(state: LoopState) -> Iterator[tuple[str, Any, Optimizer]]:
     """Yield for each optimizer its name ("" for the only one), its wrapper and itself."""
     wrapper = state.optim_wrapper
     for name, member in wrapper.items() if hasattr(wrapper, "items") else [("", wrapper)]:
@@ -203,7 +203,7 @@ class ThroughputHook(Hook):
         try:
             self._samples += len(reduce(getitem, self._path, batch))
         except (IndexError, KeyError, TypeError):
-            batch = fields_of(batch)
+            batch = get_fields(batch)
             self._path = path_to_samples(batch)
             if self._path is not None:
                 self._samples += len(reduce(getitem, self._path, batch))

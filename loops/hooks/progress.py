@@ -25,7 +25,7 @@ from ..display.lines import (
     train_line,
     values_text,
 )
-from ..display.notebook import DISPLAY_DIR, NotebookDisplay, in_notebook
+from ..display.notebook import DISPLAY_DIR, NotebookDisplay, is_in_notebook
 from ..display.panel import Progress
 from ..display.terminal import TerminalDisplay
 from ..hook import EVENTS, Hook
@@ -43,7 +43,7 @@ _VERBS = {Phase.TEST: "testing", Phase.PREDICT: "predicting"}
 
 def _display_kind() -> type[TerminalDisplay] | type[NotebookDisplay] | None:
     """Return the display for the output of this process; None for a file."""
-    if in_notebook() or DISPLAY_DIR in os.environ:
+    if is_in_notebook() or DISPLAY_DIR in os.environ:
         return NotebookDisplay
     # A dumb terminal, such as an editor's shell, cannot move its cursor.
     is_dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")

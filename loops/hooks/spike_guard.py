@@ -199,7 +199,7 @@ class SpikeGuardHook(Hook):
         if not state.together:
             return True
         names = [series.name for series in self._series]
-        columns = list(zip(*_by_rank(_measured(names, losses, optim_wrapper)), strict=True))
+        columns = list(zip(*_group_by_rank(_measured(names, losses, optim_wrapper)), strict=True))
         pairs = list(zip(self._series, columns, strict=True))
         reasons = {series.name: text for series, values in pairs if (text := series.judge(values))}
         if reasons.keys() == {"grad_norm"} and _overflows(optim_wrapper, columns[-1]):
@@ -253,7 +253,7 @@ def _measured(
     return torch.stack([value.to(device) for value in measured])
 
 
-def _by_rank(values: Tensor) -> list[list[float]]:
+def _group_by_rank(values: Tensor) -> list[list[float]]:
     """Return the values of all ranks, exchanged in one small collective."""
     if not distributed_available() or get_world_size() == 1:
         return [values.tolist()]

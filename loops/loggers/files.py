@@ -111,7 +111,7 @@ class LogHook(LoggerHook):
             record[f"{name}_" if name in _FIXED else name] = finite
         _append(folder / "metrics.jsonl", _json_line(record))
         table = folder / "metrics.csv"
-        columns = _columns_of(table)
+        columns = _find_columns(table)
         if record.keys() <= set(columns):
             _append(table, _csv_line(record, columns))
         else:
@@ -150,7 +150,7 @@ def _rewrite_table(folder: Path) -> None:
     _replace(folder / "metrics.csv", [header, *(_csv_line(record, columns) for record in records)])
 
 
-def _columns_of(table: Path) -> list[str]:
+def _find_columns(table: Path) -> list[str]:
     if not table.exists():
         return []
     with table.open(encoding="utf-8", errors="replace", newline="") as file:

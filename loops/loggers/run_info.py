@@ -19,9 +19,9 @@ from torch import nn
 
 from ...collectives import all_gather_object, get_rank, get_world_size
 from ...registry import HOOKS
-from ...wrappers.sharding.layout import layout_of, local_part
+from ...wrappers.sharding.layout import get_layout, local_part
 from ...wrappers.sharding.mesh import check_axes
-from ..checkpoints.weights import device_of, num_data_ranks, plain_name, user_model
+from ..checkpoints.weights import get_device, num_data_ranks, plain_name, user_model
 from ..hook import Hook
 from ..skip_steps import Rollback
 from ..state import LoopState
@@ -150,7 +150,7 @@ class _EventLog(logging.Handler):
 
 
 def _facts_of_rank(state: LoopState) -> dict[str, Any]:
-    device = device_of(state.model)
+    device = get_device(state.model)
     local_sizes = {
         name: local_part(param).numel() for name, param in _parameters(state.model).items()
     }
@@ -171,7 +171,7 @@ def _environment(state: LoopState, ranks: list[dict[str, Any]]) -> dict[str, Any
         c for c in type(user_model(state.model)).__mro__ if "torch.dist" not in c.__module__
     )
     parameters = _parameters(state.model)
-    shapes = {name: layout_of(param).shape for name, param in parameters.items()}
+    shapes = {name: get_layout(param).shape for name, param in parameters.items()}
     sizes = {name: int(torch.Size(shape).numel()) for name, shape in shapes.items()}
     return {
         "stepwrap": metadata.version("stepwrap"),

@@ -26,9 +26,9 @@ from ...collectives import (
     get_rank,
 )
 from ...registry import METRICS, nearest
-from ...registry.directions import direction_by_words, direction_of
+from ...registry.directions import direction_by_words, find_direction
 from ..data.loaders import SeededSamples
-from ..error_notes import add_note, describe, name_of
+from ..error_notes import add_note, describe, get_name
 from ..state import LoopState
 from .inputs import MetricInputs, MetricInputsError
 
@@ -107,7 +107,7 @@ def feed_metrics(
         except Exception as error:
             description = describe(kwargs or args)
             add_note(
-                error, f"in metric {name!r} ({name_of(metric)}), which was given {description}"
+                error, f"in metric {name!r} ({get_name(metric)}), which was given {description}"
             )
             raise
 
@@ -162,7 +162,7 @@ def empty_copies(metrics: Mapping[str, AnyMetric]) -> dict[str, AnyMetric]:
     return copies
 
 
-def directions_of(metrics: Mapping[str, AnyMetric]) -> dict[str, bool | None]:
+def find_directions(metrics: Mapping[str, AnyMetric]) -> dict[str, bool | None]:
     """Return for each metric whether higher values are better; None if that is unknown.
 
     The attribute ``higher_is_better`` decides, otherwise words in the metric's name or class.
@@ -228,7 +228,7 @@ def compute_metrics(
             try:
                 _flatten(name, _computed(metric, size, group), results)
             except Exception as error:
-                add_note(error, f"in the computation of metric {name!r} ({name_of(metric)})")
+                add_note(error, f"in the computation of metric {name!r} ({get_name(metric)})")
                 raise
     return results
 
@@ -307,7 +307,7 @@ class ProcessMetric(BaseMetric):
         if dataset_meta is not None:
             metric.dataset_meta = dataset_meta
 
-    def use_metainfo_of(self, loader: Any) -> None:
+    def use_metainfo(self, loader: Any) -> None:
         """Set ``dataset_meta`` from the loader's data set, unless it is set."""
         dataset = getattr(loader, "dataset", None)
         # build_loader wraps data sets that are read by workers.
@@ -385,7 +385,7 @@ class WatchedMetric:
         """
         if self._mode is not None:
             return self._mode
-        higher = direction_of(self.name, directions)
+        higher = find_direction(self.name, directions)
         if higher is None:
             raise ValueError(
                 f"{self._hook}: mode must be given, since neither higher_is_better nor the name of "
@@ -394,7 +394,7 @@ class WatchedMetric:
         return "max" if higher else "min"
 
     def warn_unless(self, mode: str, state: LoopState) -> None:
-        higher = direction_of(self.name, state.higher_is_better)
+        higher = find_direction(self.name, state.higher_is_better)
         if higher is not None and higher != (mode == "max") and get_rank() == 0:
             better = "higher" if higher else "lower"
             text = "%s: mode is %r, but %s values of %r are better"

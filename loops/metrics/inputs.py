@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...registry import did_you_mean
-from ..error_notes import add_note, describe, name_of
+from ..error_notes import add_note, describe, get_name
 
 
 class MetricInputsError(ValueError):
@@ -50,16 +50,16 @@ class MetricInputs:
             MetricInputsError: ``preds`` has no such head, or there are no ``preds``.
         """
         if self.head is not None:
-            outputs = self._of_head(f"metrics.{name}.head", self.head, outputs)
+            outputs = self._select_head(f"metrics.{name}.head", self.head, outputs)
         if self.transform is None:
             return outputs
         if not isinstance(outputs, Mapping):
             return self._transformed(name, outputs)
-        preds = _preds_of(outputs, f"metrics.{name}.transform")
+        preds = _get_preds(outputs, f"metrics.{name}.transform")
         return {**outputs, "preds": self._transformed(name, preds)}
 
-    def _of_head(self, setting: str, head: str, outputs: Any) -> dict[str, Any]:
-        heads = _preds_of(outputs, setting)
+    def _select_head(self, setting: str, head: str, outputs: Any) -> dict[str, Any]:
+        heads = _get_preds(outputs, setting)
         if not isinstance(heads, Mapping):
             message = f"requires predictions by head, but preds is {describe(heads)}"
             raise MetricInputsError(setting, message)
@@ -78,13 +78,13 @@ class MetricInputs:
         try:
             return self.transform(preds)
         except Exception as error:
-            function = name_of(self.transform)
+            function = get_name(self.transform)
             text = f"in transform {function} of metric {name!r}, which was given {describe(preds)}"
             add_note(error, text)
             raise
 
 
-def _preds_of(outputs: Any, setting: str) -> Any:
+def _get_preds(outputs: Any, setting: str) -> Any:
     if isinstance(outputs, Mapping) and "preds" in outputs:
         return outputs["preds"]
     message = f"requires a step that returns preds by name, but it returned {describe(outputs)}"

@@ -180,7 +180,7 @@ def remove_leftovers(path: Path) -> None:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
 
 
-def part_of(path: Path, shard: int) -> Path:
+def get_part(path: Path, shard: int) -> Path:
     """Return the path of the part that the rank with index ``shard`` writes."""
     return path.with_name(f".{path.name}.part{shard}")
 

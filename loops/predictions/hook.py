@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from ...collectives import all_gather_object, broadcast, get_rank, get_world_size
-from ..data.sampler import sampler_of
+from ..data.sampler import find_sampler
 from ..data.shares import find_shared_sampler
 from ..hook import Hook
 from ..state import LoopState
@@ -24,11 +24,11 @@ from .files import (
     PartWriter,
     add_field,
     check_path,
+    get_part,
     merge_parts,
-    part_of,
     require_arrays,
 )
-from .rows import rows_of
+from .rows import make_rows
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class PredictionHook(Hook):
 
     def __init__(self, path: str | os.PathLike[str], loader: Iterable[Any]) -> None:
         self.path, self.count = Path(path), 0
-        sampler = sampler_of(loader)
+        sampler = find_sampler(loader)
         self._sampler = find_shared_sampler(loader) if sampler is None else sampler
         check_path(self.path)
         if self._sampler is None and get_world_size() > 1:
@@ -87,15 +87,15 @@ class PredictionHook(Hook):
         self._batches = self._samples = self.count = 0
         if self._shards.index(shard) == get_rank():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._part = PartWriter(part_of(self.path, shard))
+            self._part = PartWriter(get_part(self.path, shard))
 
     def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
         """Write the rows of a batch."""
         if self._part is None:
             return
         sampler = self._sampler
-        indices = None if sampler is None else sampler.indices_of(0, self._batches)
-        rows = rows_of(outputs, batch, None if indices is None else len(indices))
+        indices = None if sampler is None else sampler.get_indices(0, self._batches)
+        rows = make_rows(outputs, batch, None if indices is None else len(indices))
         begin = self._samples
         for index, row in zip(indices or range(begin, begin + len(rows)), rows, strict=True):
             self._part.write(index, row)
@@ -131,7 +131,7 @@ class PredictionHook(Hook):
         self._remove_part()
 
     def _merge(self, by_rank: list[tuple[Fields, set[str], int]]) -> int:
-        paths = [part_of(self.path, shard) for shard in sorted(set(self._shards))]
+        paths = [get_part(self.path, shard) for shard in sorted(set(self._shards))]
         if missing := [str(path) for path in paths if not path.exists()]:
             raise FileNotFoundError(
                 f"the predictions of other ranks are not in {missing[0]}: the folder of "
@@ -162,7 +162,7 @@ def _reordered_by(loader: Iterable[Any]) -> str | None:
     """Return the setting that makes a loader repeat, drop or reorder samples, or None."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
-    sampler = sampler_of(loader)
+    sampler = find_sampler(loader)
     shared = find_shared_sampler(loader)
     if sampler is not None:
         found = {"train=True": sampler.even, "shuffle": sampler.shuffle}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...wrappers.steps.preprocess import fields_of
+from ...wrappers.steps.preprocess import get_fields
 from ..error_notes import describe
 
 Row = dict[str, Any]
@@ -20,7 +20,7 @@ _IDS = ("id", "sample_id")
 _NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
-def rows_of(outputs: Any, batch: Any, count: int | None) -> list[Row]:
+def make_rows(outputs: Any, batch: Any, count: int | None) -> list[Row]:
     """Split the outputs of a batch into one row per sample.
 
     If the outputs are a mapping, a row has the fields with one value per sample; others, such as a
@@ -48,7 +48,7 @@ def rows_of(outputs: Any, batch: Any, count: int | None) -> list[Row]:
             "predictions need a test_step that returns a tensor, a sequence or fields with one "
             f"value for each of the {count} samples of a batch, got {describe(outputs)}"
         )
-    batch_fields = fields_of(batch) if isinstance(fields_of(batch), Mapping) else {}
+    batch_fields = get_fields(batch) if isinstance(get_fields(batch), Mapping) else {}
     ids = _rows_of_fields({key: batch_fields[key] for key in _IDS if key in batch_fields}, count)
     return [{**row_ids, **row} for row_ids, row in zip(ids, rows, strict=True)]
 

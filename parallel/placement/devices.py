@@ -61,8 +61,8 @@ def find_rooms(
     for device in named:
         if named.count(device) > 1:
             raise ValueError(f"devices: {device} is listed more than once")
-    free = _per_device("free_mib", free_mib, named)
-    computing = _per_device("compute", compute, named)
+    free = _map_devices("free_mib", free_mib, named)
+    computing = _map_devices("compute", compute, named)
     weight = number("cpu_weight", cpu_weight)
     present = [device for device in named if device in free or _is_present(device)]
     rooms = []
@@ -95,7 +95,7 @@ def _one_device(name: object, setting: str) -> torch.device:
     return device
 
 
-def _per_device(
+def _map_devices(
     setting: str, numbers: PerDevice | None, devices: list[torch.device]
 ) -> dict[torch.device, float]:
     if numbers is None:

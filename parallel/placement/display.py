@@ -35,10 +35,10 @@ def does_not_fit(
     for index, room in enumerate(rooms):
         placed_units = [units[unit] for unit in (assignment == index).nonzero().flatten().tolist()]
         lines.append(
-            f"  {room.device}: needed {_in_bytes(float(used[index]))}, allowed "
-            f"{_in_bytes(float(problem.capacities[index]))} = {max_mem_ratio:g} of "
-            f"{_in_bytes(room.free_mib)} free"
-            + (f", lacking {_in_bytes(over[index])}" if over[index] else "")
+            f"  {room.device}: needed {_format_bytes(float(used[index]))}, allowed "
+            f"{_format_bytes(float(problem.capacities[index]))} = {max_mem_ratio:g} of "
+            f"{_format_bytes(room.free_mib)} free"
+            + (f", lacking {_format_bytes(over[index])}" if over[index] else "")
             + (f" ({_listed(placed_units)})" if placed_units else "")
         )
     lines.append(
@@ -50,13 +50,13 @@ def does_not_fit(
 
 def _headline(problem: Problem, units: Sequence[str], *, certain: bool) -> str:
     sizes, capacities = problem.sizes, problem.capacities
-    total, allowed = _in_bytes(float(sizes.sum())), _in_bytes(float(capacities.sum()))
+    total, allowed = _format_bytes(float(sizes.sum())), _format_bytes(float(capacities.sum()))
     largest = int(sizes.argmax())
     if excess(sizes.sum(), capacities.sum()) > 0:
         # machin documents this text.
         how = f"{total}, but only have {allowed} allowed memory in total"
     elif sizes[largest] > capacities.max():
-        size = _in_bytes(float(sizes[largest]))
+        size = _format_bytes(float(sizes[largest]))
         how = f"{size} for {units[largest]} alone, more than any device allows"
     else:
         verdict = "no placement fits" if certain else "no placement was found that fits"
@@ -73,7 +73,7 @@ def placement_table(
     rows: list[Sequence[str]] = [("device", "size", "allowed", "computes", "target", "models")]
     for index, room in enumerate(rooms):
         placed_models = (placed == index).nonzero().flatten().tolist()
-        sizes = [_with_unit(float(mib[index])) for mib in (used, problem.capacities)]
+        sizes = [_format_quantity(float(mib[index])) for mib in (used, problem.capacities)]
         shares = [_percent(float(device_share[index])) for device_share in (work, target)]
         models = ", ".join(names[model] for model in placed_models) or "-"
         rows.append((str(room.device), *sizes, *shares, models))
@@ -91,7 +91,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _with_unit(mib: float) -> str:
+def _format_quantity(mib: float) -> str:
     """Return a size with a suitable unit."""
     value, unit = mib * 1024, "KiB"
     for larger in ("MiB", "GiB", "TiB"):
@@ -106,9 +106,9 @@ def _percent(fraction: float) -> str:
     return "<1%" if 0 < fraction < 0.005 else f"{fraction:.0%}"
 
 
-def _in_bytes(mib: float) -> str:
+def _format_bytes(mib: float) -> str:
     exact = f"{mib * _MIB:,.0f} bytes"
-    return exact if mib * 1024 < 1 else f"{exact} ({_with_unit(mib)})"
+    return exact if mib * 1024 < 1 else f"{exact} ({_format_quantity(mib)})"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -139,7 +139,8 @@ def draw(problem: Problem, rooms: Sequence[Room], names: Sequence[str], placed: 
         # vmin is negative so that weak connections are visible too.
         axes.imshow(shown.tolist(), cmap=colors, vmin=-top / 3, vmax=top)
     sizes = [
-        f"{_short(names[model])} · {_with_unit(float(problem.sizes[model]))}" for model in order
+        f"{_short(names[model])} · {_format_quantity(float(problem.sizes[model]))}"
+        for model in order
     ]
     axes.set_yticks(range(len(names)), sizes, size=8)
     axes.set_xticks(
@@ -151,7 +152,7 @@ def draw(problem: Problem, rooms: Sequence[Room], names: Sequence[str], placed: 
     for index, (room, used) in enumerate(zip(rooms, problem.used(placed).tolist(), strict=True)):
         start, count = sum(counts[:index]) - 0.5, counts[index]
         axes.add_patch(Rectangle((start, start), count, count, fill=False, ec=_FRAME, lw=1.5))
-        size = f"{_with_unit(used)} of {_with_unit(float(problem.capacities[index]))}"
+        size = f"{_format_quantity(used)} of {_format_quantity(float(problem.capacities[index]))}"
         labels.setdefault(start + count / 2, []).append(f"{room.device}: {size}")
     axes.secondary_yaxis("right").set_yticks(list(labels), map("\n".join, labels.values()), size=8)
     crossing = _percent(float(both[apart].sum()))

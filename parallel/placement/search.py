@@ -265,12 +265,12 @@ class _Moves:
         moves += 2 * loads[:, None] * (gap + loads[:, None])
         more = loads[None, :] - loads[:, None]
         swaps += 2 * more * (uneven_here[:, :, None] - uneven_here[:, None, :] + more)
-        moves, swaps = self._with_overflow(moves, swaps, rows, self._sizes @ shares)
+        moves, swaps = self._add_overflow(moves, swaps, rows, self._sizes @ shares)
         moves.scatter_(2, rows[:, :, None], torch.inf)
         swaps.masked_fill_(rows[:, :, None] == rows[:, None, :], torch.inf)
         return moves, swaps
 
-    def _with_overflow(
+    def _add_overflow(
         self, moves: Tensor, swaps: Tensor, rows: Tensor, used: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Add the cost of overflow to the changes: infinite if a row that fits would overflow."""

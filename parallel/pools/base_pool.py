@@ -153,7 +153,7 @@ class BasePool:
         self._monitor.check()
         job = next(self._jobs)
         task = (job, 0, self._bind_context(func), tuple(args), dict(kwds or {}))
-        call = Call(f"apply({_name_of(func)})", self)
+        call = Call(f"apply({_get_name(func)})", self)
         result = AsyncResult(job, self._cache, callback, error_callback, call)
         _submit(self, result, (task,))
         return result
@@ -345,7 +345,7 @@ def _submit_items(
     inputs: Sequence[Any] = iterable if isinstance(iterable, list) else list(iterable)
     if chunksize is None:
         chunksize = max(1, -(-len(inputs) // (4 * pool._processes)))
-    name = f"{caller.__name__.removesuffix('_caller')}({_name_of(func)})"
+    name = f"{caller.__name__.removesuffix('_caller')}({_get_name(func)})"
     job = next(pool._jobs)
     bound = pool._bind_context(func)
     call = Call(name, pool, len(inputs), chunksize=chunksize, progress=progress)
@@ -386,7 +386,7 @@ def _submit_lazily(
             pool._monitor.wake()
 
     method = "imap_unordered" if kind is IMapUnorderedIterator else "imap"
-    name = f"{method}({_name_of(func)})"
+    name = f"{method}({_get_name(func)})"
     call = Call(name, pool, total, chunksize=chunksize, progress=progress)
     iterator = kind(job, pool._cache, iterable, submit, end, ahead=ahead, call=call)
     pool._open_inputs.add(iterator)
@@ -424,6 +424,6 @@ def _put(pool: BasePool, call: Any, task: tuple[Any, ...]) -> None:
         call.fail(pool._monitor.end_error())
 
 
-def _name_of(func: object) -> str:
+def _get_name(func: object) -> str:
     inner = getattr(func, "func", func)
     return getattr(inner, "__qualname__", None) or type(inner).__qualname__

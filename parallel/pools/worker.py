@@ -328,19 +328,19 @@ def _encoding_error(reason: BaseException, value: object) -> Exception:
 class _Storage(type):
     """Defines ``CtxPoolStorage.storage``, which may differ between threads."""
 
-    _of_process: Any = None
+    _open_process: Any = None
     _of_thread = threading.local()
 
     @property
     def storage(cls) -> Any:
-        return getattr(cls._of_thread, "storage", cls._of_process)
+        return getattr(cls._of_thread, "storage", cls._open_process)
 
     @storage.setter
     def storage(cls, context: Any) -> None:
         if hasattr(cls._of_thread, "storage"):
             cls._of_thread.storage = context
         else:
-            cls._of_process = context
+            cls._open_process = context
 
     def enter_thread(cls) -> None:
         """Give this thread a separate context, None at first."""

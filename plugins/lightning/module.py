@@ -117,7 +117,7 @@ class StepLightningModule(LightningModule):
     def set_wrapper(self, wrapped: nn.Module | None) -> None:
         """Use ``wrapped`` as the model's wrapper; None means ``SingleDevice``."""
         # Keep the state of the old wrapper: a checkpoint may be written after the run.
-        self._step_state = _step_state_of(self._wrapper[0]) if self._wrapper else None
+        self._step_state = _get_step_state(self._wrapper[0]) if self._wrapper else None
         self._wrapper = [] if wrapped is None else [wrapped]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +226,7 @@ class StepLightningModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the state that Lightning does not save; every rank must call this."""
         if self._optim is not None:
-            current = _step_state_of(self._wrapped())
+            current = _get_step_state(self._wrapped())
             step_state = self._step_state if current is None else current
             checkpoint[_STATE_KEY] = _extra_state(self._optim, step_state)
 
@@ -426,7 +426,7 @@ def _load_extra_state(optim_wrapper: Any, wrapped: Any, state: Mapping[str, Any]
     )
 
 
-def _step_state_of(wrapped: Any) -> dict[str, Any] | None:
+def _get_step_state(wrapped: Any) -> dict[str, Any] | None:
     """Return the state that a custom step keeps between batches; None without ``step_state``."""
     return wrapped.step_state() if _has_step_state(wrapped) else None
 

@@ -74,7 +74,7 @@ class FullStateStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the full weights under the module's names; every rank must call this."""
-        module = module_of(self)
+        module = get_module(self)
         if not holds_shards(module):
             return module.state_dict()
         reshard(module)
@@ -82,7 +82,7 @@ class FullStateStrategy(DDPStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load full weights; each rank keeps its shards if the module is sharded."""
-        module = module_of(self)
+        module = get_module(self)
         if not holds_shards(module):
             super().load_model_state_dict(checkpoint, strict)
             return
@@ -98,7 +98,7 @@ class FullStateStrategy(DDPStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of ``optimizer`` with full tensors; every rank must call this."""
-        module = module_of(self)
+        module = get_module(self)
         state: dict[str, Any] = super().optimizer_state(optimizer)
         state = full_tensors(state) if holds_shards(module) else state
         inner = getattr(optimizer, "optimizer", optimizer)
@@ -107,7 +107,7 @@ class FullStateStrategy(DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers from states with full tensors, by the names of parameters."""
-        module, states = module_of(self), []
+        module, states = get_module(self), []
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             if has_names(state["param_groups"]):
                 matched = match_by_name(optimizer, state, parameter_names(module))
@@ -125,7 +125,7 @@ class FullStateStrategy(DDPStrategy):
             OptimWrapper(optimizer).load_state_dict(state)
 
 
-def module_of(strategy: DDPStrategy) -> LightningModule:
+def get_module(strategy: DDPStrategy) -> LightningModule:
     """Return the module that the strategy trains."""
     assert strategy.lightning_module is not None
     return strategy.lightning_module

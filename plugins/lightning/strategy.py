@@ -23,7 +23,7 @@ from ...wrappers import (
 )
 from ...wrappers.features import model_features
 from ...wrappers.optimizers.first_update import compare_gradients
-from ...wrappers.sharding.layout import parameters_of
+from ...wrappers.sharding.layout import get_parameters
 from .module import StepLightningModule
 from .shards import (
     FullStateStrategy,
@@ -31,9 +31,9 @@ from .shards import (
     check_no_averaging,
     check_not_sharded,
     explain_shard_errors,
+    get_module,
     holds_shards,
     make_state_dict_full,
-    module_of,
     synchronize_loss_scaler,
 )
 from .tree import (
@@ -81,7 +81,7 @@ class StepStrategy(FullStateStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Wrap the model for training and, if it is sharded, for evaluation."""
-        module = module_of(self)
+        module = get_module(self)
         is_fit = trainer.state.fn == "fit"
         is_plain = not isinstance(module, StepLightningModule)
         if is_fit and is_plain and has_custom_step(self.wrapper):
@@ -106,7 +106,7 @@ class StepStrategy(FullStateStrategy):
 
     def configure_ddp(self) -> None:
         """Wrap the model; communication hooks are not registered here, but by the wrapper."""
-        self.model = self._setup_model(module_of(self))
+        self.model = self._setup_model(get_module(self))
 
     def _setup_model(self, model: nn.Module) -> Any:
         """Wrap ``model``; this is the only private method of Lightning that stepwrap overrides."""
@@ -138,7 +138,7 @@ class StepStrategy(FullStateStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step; under fsdp, run a manual step outside the wrapper's forward."""
-        module = module_of(self)
+        module = get_module(self)
         if module.automatic_optimization or not self._is_sharded:
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context(), explain_shard_errors():
@@ -163,7 +163,7 @@ class StepStrategy(FullStateStrategy):
                 _check_first_step(self._checked, optimizer)
             return loss
 
-        module = module_of(self)
+        module = get_module(self)
         has_check = isinstance(module, StepLightningModule)
         step = closure if has_check or optimizer in self._checked else checked
         return super().optimizer_step(optimizer, step, *args, **kwargs)
@@ -178,7 +178,7 @@ class StepStrategy(FullStateStrategy):
         """Copy rank 0's buffers to all ranks, because running statistics differ after training."""
         model_features(self._wrapped).sync_buffers()
         if self._is_sharded:
-            check_equal_batches(module_of(self).trainer)
+            check_equal_batches(get_module(self).trainer)
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -203,7 +203,7 @@ class StepStrategy(FullStateStrategy):
 
     def _leave_shards(self) -> None:
         """End the run, but leave the shards on their devices, where they can still be gathered."""
-        module = module_of(self)
+        module = get_module(self)
         self.model = module
         if not self._keeps_process:
             # Lightning sends the weights to the parent process next.
@@ -229,7 +229,7 @@ def _check_first_step(checked: WeakSet[Optimizer], optimizer: Optimizer) -> None
     """Raise RuntimeError if a forward outside of the wrapper has left gradients different."""
     if optimizer in checked:
         return
-    has_gradient = any(parameter.grad is not None for parameter in parameters_of(optimizer))
+    has_gradient = any(parameter.grad is not None for parameter in get_parameters(optimizer))
     if compare_gradients(optimizer) and has_gradient:
         checked.add(optimizer)
 
@@ -321,13 +321,13 @@ def _read_options(
     chosen = _find_wrapper(wrapper)
     params = inspect.signature(strategy.__mro__[1]).parameters
     of_strategy = [name for name in params if name not in _EXCLUDED]
-    of_wrapper = _options_of(chosen)
+    of_wrapper = _get_options(chosen)
     options = {name: value for name, value in passed.items() if name not in of_strategy}
     title = getattr(chosen, "__name__", repr(chosen))
     for name in options:
         if name not in of_wrapper:
             allowed = of_wrapper + of_strategy
-            other_wrappers = [n for kind, n in _short_names().items() if name in _options_of(kind)]
+            other_wrappers = [n for kind, n in _short_names().items() if name in _get_options(kind)]
             close = nearest(name, allowed)
             hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(allowed)}"
             if other_wrappers:
@@ -389,7 +389,7 @@ def _side_stream(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(stream)
 
 
-def _options_of(wrapper: Any) -> list[str]:
+def _get_options(wrapper: Any) -> list[str]:
     read_signature = getattr(wrapper, "config_signature", None)
     signature: inspect.Signature = (
         inspect.signature(wrapper) if read_signature is None else read_signature()

@@ -68,7 +68,7 @@ def misspelt_type(cfg: Mapping[str, Any]) -> str | None:
     return near[0] if near and "type" not in cfg else None
 
 
-def with_type(cfg: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def add_type(cfg: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Return ``cfg`` with the default type ``kind``, unless it has a type or a misspelt one."""
     return {**cfg} if misspelt_type(cfg) is not None else {"type": kind, **cfg}
 

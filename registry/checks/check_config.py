@@ -23,7 +23,7 @@ from ..errors import (
 )
 from ..imports import (
     find_entry,
-    folders_of,
+    find_folders,
     import_entry,
     make_found_in,
     make_importable,
@@ -34,21 +34,21 @@ from ..text.values import walk
 from ..tree import find_train_step, find_transform
 from .check_component import (
     Later,
+    add_type,
     check_component,
     component_check,
     object_problems,
     type_problem,
-    with_type,
 )
 from .data_sections import (
     LOADERS,
+    add_sets,
     data_checks,
     explain_loader_options,
+    remove_sets,
     sets_in,
-    with_sets,
-    without_sets,
 )
-from .optimizer_sections import missing_setting, optimization_checks, with_wrapper_type
+from .optimizer_sections import add_wrapper_type, missing_setting, optimization_checks
 from .other_trainers import hint_elsewhere
 from .schema import (
     DEFAULT_HOOKS,
@@ -135,7 +135,7 @@ def examine_config(cfg: Mapping[str, Any] | Examination) -> Examination:
     later_problems = [
         problem for check in names.later for problem in check() if problem.key not in keys
     ]
-    faulty = names.faulty | {_section_of(problem) for problem in [*failed, *later_problems]}
+    faulty = names.faulty | {_get_section(problem) for problem in [*failed, *later_problems]}
     # Failed imports come first: they may be the only reason for unknown names.
     named_problems = [
         problem for problem in names.problems if not problem.key.startswith("imports.")
@@ -156,9 +156,9 @@ def examine_names(cfg: Mapping[str, Any]) -> Examination:
     hooks = _hooks(values.pop("hooks", None), problems)
     schedulers = _schedulers(values.pop("schedulers", None), problems)
     metrics = _metrics(values.pop("metrics", None), problems)
-    values = _with_implied(values)
+    values = _add_implied(values)
     typed: list[Problem] = []
-    single, sets = without_sets(values, typed)
+    single, sets = remove_sets(values, typed)
     sections = check_section(RunSections, single, "", typed)
     problems += explain_loader_options(typed)
     later: list[Later] = []
@@ -166,7 +166,7 @@ def examine_names(cfg: Mapping[str, Any]) -> Examination:
         problems.append(check) if isinstance(check, Problem) else later.append(check)
     problems += _need_problems(values)
     if sections is None:
-        wrong = {_section_of(problem) for problem in typed}
+        wrong = {_get_section(problem) for problem in typed}
         sound = {key: value for key, value in single.items() if key not in wrong}
         sections = check_section(RunSections, {"model": {}, **sound}, "", [])
     if sections is not None:
@@ -178,10 +178,10 @@ def examine_names(cfg: Mapping[str, Any]) -> Examination:
             hooks={**hooks, **_ledger_hook(sections.ledger)},
             schedulers=list(schedulers.values()),
             metrics=metrics,
-            data=with_sets(sections.data, sets),
+            data=add_sets(sections.data, sets),
             run_dir=sections.run_dir or f"runs/{sections.name}",
         )
-    faulty = frozenset(map(_section_of, [*failed, *problems]))
+    faulty = frozenset(map(_get_section, [*failed, *problems]))
     related = {"metrics", "hooks", "schedulers"} | ({"data"} if sets_in(values) else set())
     if sections is not None and not faulty & related:
         problems += _metric_problems(sections)
@@ -196,7 +196,7 @@ def import_problems(config: Config) -> list[Problem]:
 
 def source_folders(config: Config) -> list[str]:
     """Return the folders of the user's modules that a config names, for its ``import_from``."""
-    return folders_of(_modules_named(config))
+    return find_folders(_modules_named(config))
 
 
 def model_problems(config: Config) -> list[Problem]:
@@ -209,11 +209,11 @@ def model_problems(config: Config) -> list[Problem]:
     return [*failed, *_located(problems, config)] if problems else []
 
 
-def _section_of(problem: Problem) -> str:
+def _get_section(problem: Problem) -> str:
     return problem.key.partition(".")[0]
 
 
-def _with_implied(values: Mapping[str, Any]) -> dict[str, Any]:
+def _add_implied(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with default types, and without null sections."""
     full = {key: value for key, value in values.items() if value is not None}
     data = full.get("data")
@@ -221,12 +221,12 @@ def _with_implied(values: Mapping[str, Any]) -> dict[str, Any]:
         has_data = isinstance(data, dict) and data.get(key) is not None
         section = full.get(key, {} if has_data else None)
         if isinstance(section, dict):
-            full[key] = with_type(section, kind)
+            full[key] = add_type(section, kind)
     if isinstance(full.get("adapter"), dict):
-        full["adapter"] = with_type(full["adapter"], _ADAPTER)
+        full["adapter"] = add_type(full["adapter"], _ADAPTER)
     optim_wrapper = full.get("optim_wrapper", {})
     if isinstance(optim_wrapper, dict):
-        full["optim_wrapper"] = with_wrapper_type(optim_wrapper, full.get("optimizer"))
+        full["optim_wrapper"] = add_wrapper_type(optim_wrapper, full.get("optimizer"))
     return full
 
 
@@ -444,7 +444,7 @@ def _metric_problems(run: RunSections) -> Iterator[Problem]:
 
 def _validation_results(run: RunSections) -> list[str]:
     """Return the names of the validation's metrics, such as "accuracy" or "noisy/accuracy"."""
-    sets = [*run.data.sets_of("val")] or [""]
+    sets = [*run.data.get_sets("val")] or [""]
     return [
         f"{set_name}/{name}".removeprefix("/")
         for set_name in sets
@@ -455,7 +455,7 @@ def _validation_results(run: RunSections) -> list[str]:
 
 def _set_problems(run: RunSections) -> Iterator[Problem]:
     """Yield sets that a metric names and that do not exist."""
-    paths = {**run.data.sets_of("val"), **run.data.sets_of("test")}
+    paths = {**run.data.get_sets("val"), **run.data.get_sets("test")}
     names = [name for name in paths if name]
     for metric, section in run.metrics.items():
         for at, name in enumerate(section.sets or ()):

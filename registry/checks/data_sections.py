@@ -60,7 +60,7 @@ def _is_loader(key: Any, value: Any) -> bool:
     return any(name in value for name in _REQUIRED)
 
 
-def without_sets(
+def remove_sets(
     values: Mapping[str, Any], problems: list[Problem]
 ) -> tuple[dict[str, Any], dict[str, SetsSection]]:
     """Separate the ``data`` sections with several sets from the other settings, and check them.
@@ -102,7 +102,7 @@ def explain_loader_options(problems: list[Problem]) -> list[Problem]:
     ]
 
 
-def with_sets(data: DataSection, sets: Mapping[str, SetsSection]) -> DataSection:
+def add_sets(data: DataSection, sets: Mapping[str, SetsSection]) -> DataSection:
     """Return ``data`` with the sections of several sets."""
     val_section, test = sets.get("val", data.val), sets.get("test", data.test)
     return DataSection(train=data.train, val=val_section, test=test)

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from ..arguments import parameters_of, signature_of, title
+from ..arguments import get_parameters, get_signature, title
 from ..catalog import OPTIM_WRAPPERS, OPTIMIZERS, PARAM_SCHEDULERS
-from ..errors import Problem, did_you_mean, nearest, one_of, shown_value
+from ..errors import Problem, did_you_mean, join_choices, nearest, shown_value
 from ..registry import find_component
-from .check_component import Later, component_check, with_type
+from .check_component import Later, add_type, component_check
 from .schema import SCHEDULER_KEYS, CustomKeySection, ParamwiseSection, SchedulerSection
 from .typed import check_section, fits, value_problems
 
@@ -43,11 +43,11 @@ def stepping_class(settings: Mapping[str, Any]) -> Any:
         return None
 
 
-def with_wrapper_type(optim_wrapper: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
+def add_wrapper_type(optim_wrapper: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
     """Add the default type to one optimizer wrapper's settings, but not to settings by name."""
     if _by_name(optim_wrapper, named_optimizers(optimizer)):
         return dict(optim_wrapper)
-    return with_type(optim_wrapper, _WRAPPER)
+    return add_type(optim_wrapper, _WRAPPER)
 
 
 def optim_wrapper_sections(optim_wrapper: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
@@ -58,11 +58,11 @@ def optim_wrapper_sections(optim_wrapper: Mapping[str, Any], optimizer: Any) -> 
     """
     names = named_optimizers(optimizer)
     if not _by_name(optim_wrapper, names):
-        common = with_type(optim_wrapper, _WRAPPER)
+        common = add_type(optim_wrapper, _WRAPPER)
         return dict.fromkeys(names, common) or {"": common}
     by_name = {name: optim_wrapper.get(name) for name in (*names, *optim_wrapper)}
     return {
-        name: with_type(one or {}, _WRAPPER) if isinstance(one, Mapping | None) else one
+        name: add_type(one or {}, _WRAPPER) if isinstance(one, Mapping | None) else one
         for name, one in by_name.items()
     }
 
@@ -139,7 +139,7 @@ def _wrapper_checks(
     for name, one in optim_wrapper_sections(optim_wrapper, optimizer).items():
         where = f"optim_wrapper.{name}" if by_name else "optim_wrapper"
         if by_name and name not in names:
-            hint = did_you_mean(name, names) or f"; it must be {one_of(list(names))}"
+            hint = did_you_mean(name, names) or f"; it must be {join_choices(list(names))}"
             yield Problem(where, f"there is no such optimizer{hint}")
             continue
         clip = one.get("clip_grad") if isinstance(one, Mapping) else None
@@ -156,7 +156,7 @@ def _choice_problems(
     section: SchedulerSection, where: str, names: Mapping[str, Any]
 ) -> Iterator[Problem]:
     chosen = section.optimizer
-    choices = f"one of the optimizers: {one_of(list(names))}"
+    choices = f"one of the optimizers: {join_choices(list(names))}"
     if names and chosen is None:
         message = f"is missing: a scheduler steps {choices}"
         yield missing_setting(section, where, "optimizer", message)
@@ -184,9 +184,9 @@ def check_paramwise(
     return section if len(problems) == before else None
 
 
-def default_of(optimizer: Callable[..., Any], name: str) -> Any:
+def get_default(optimizer: Callable[..., Any], name: str) -> Any:
     """Return the default of an optimizer's argument, None if it has no default."""
-    parameter = parameters_of(optimizer).get(name)
+    parameter = get_parameters(optimizer).get(name)
     return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
 
@@ -222,8 +222,8 @@ def _class_problems(
     values: Any, optimizer: Callable[..., Any] | None, where: str
 ) -> Iterator[Problem]:
     """Yield the options of a ``paramwise`` section that the optimizer's groups do not support."""
-    parameters = parameters_of(optimizer).values() if optimizer is not None else ()
-    takes_any = optimizer is not None and signature_of(optimizer) is None
+    parameters = get_parameters(optimizer).values() if optimizer is not None else ()
+    takes_any = optimizer is not None and get_signature(optimizer) is None
     takes_any = takes_any or any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     allowed = [*_OURS, *(name for name in named if name not in ("params", *_OURS))]

@@ -101,7 +101,7 @@ class DataSection:
         section = getattr(self, name)
         return section.sets[set_name] if isinstance(section, SetsSection) else section
 
-    def sets_of(self, name: str) -> dict[str, str]:
+    def get_sets(self, name: str) -> dict[str, str]:
         """Return the paths of the loaders of "val" or "test" by the names of the sets.
 
         A single set has the name "".

@@ -7,14 +7,14 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from ..arguments import (
     ArgumentProblem,
-    annotations_of,
     are_numbers,
+    get_annotations,
+    get_options,
     is_only_declared,
     is_tensor,
-    options_of,
     title,
 )
-from ..errors import MOST_SHOWN, Problem, did_you_mean, meant_by, nearest, one_of, shown_value
+from ..errors import MOST_SHOWN, Problem, did_you_mean, join_choices, meant_by, nearest, shown_value
 
 T = TypeVar("T")
 _OURS = __name__.partition(".")[0]
@@ -93,7 +93,7 @@ def joined(where: str, key: str) -> str:
 def _check_value(
     value: Any, hint: Any, field: Field[Any], where: str, problems: list[Problem]
 ) -> Any:
-    options = options_of(hint)
+    options = get_options(hint)
     section = next((option for option in options if is_dataclass(option)), None)
     if section is not None and not _is_alternative(value, options):
         assert isinstance(section, type)
@@ -144,7 +144,7 @@ def _allowed_text(options: tuple[Any, ...]) -> str:
             words.append(f"a list of {_KINDS[get_args(option)[0]]}")
         elif option is not type(None) or len(options) == 1:
             words.append(_KINDS[get_origin(option) or option])
-    return one_of(words)
+    return join_choices(words)
 
 
 def _near(value: Any, options: tuple[Any, ...]) -> str:
@@ -175,13 +175,13 @@ def value_problems(
     Only arguments annotated with scalar types or ``Tensor`` are checked: others may accept more
     than their annotation says.
     """
-    hints = {} if is_only_declared(target) else annotations_of(target)
+    hints = {} if is_only_declared(target) else get_annotations(target)
     for name, value in arguments.items():
         if name not in hints:
             continue
         allowed, remedy = _allowed_instead(value, hints[name]), ""
         if allowed and isinstance(value, str):
-            remedy = _quotes_hint(value, options_of(hints[name]))
+            remedy = _quotes_hint(value, get_options(hints[name]))
         elif not allowed and str(target.__module__).startswith(f"{_OURS}."):
             allowed, remedy = _section_instead(value, hints[name])
         if not allowed and isinstance(value, list) and not _admits_text(hints[name]):
@@ -199,7 +199,7 @@ def _section_instead(value: Any, hint: Any) -> tuple[str, str]:
 
     Both are "" if the value is allowed, or if its type cannot be judged.
     """
-    options = [option for option in options_of(hint) if option is not type(None)]
+    options = [option for option in get_options(hint) if option is not type(None)]
     kinds = {title(get_origin(option) or option) for option in options}
     if not isinstance(value, str | int | float) or not kinds <= {"Module", "Callable", "Mapping"}:
         return "", ""
@@ -217,14 +217,14 @@ def _admits_text(hint: Any) -> bool:
 
 def _allowed_instead(value: Any, hint: Any) -> str:
     """Return the values that ``hint`` allows, in words, "" if ``value`` is allowed."""
-    options = tuple(option for option in options_of(hint) if title(option) != "Tensor")
+    options = tuple(option for option in get_options(hint) if title(option) != "Tensor")
     is_scalar = value is None or isinstance(value, str | int | float)
     if is_tensor(hint):
         has_parts = isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value)
         is_list = isinstance(value, list) and not has_parts and not are_numbers(value)
         # Reject scalars only for "Tensor or None": an argument annotated "Tensor" may accept them.
         is_wrong = is_list or (options and is_scalar and value is not None)
-        return one_of(["a list of numbers", *["null" for _ in options]]) if is_wrong else ""
+        return join_choices(["a list of numbers", *["null" for _ in options]]) if is_wrong else ""
     if not is_scalar or not options or not all(map(_is_plain, options)):
         return ""
     if isinstance(value, float) and value.is_integer() and int in options:

@@ -15,8 +15,8 @@ from ..errors import (
     Problem,
     describe,
     did_you_mean,
+    join_choices,
     nearest,
-    one_of,
     shortened,
     shown,
     shown_value,
@@ -83,7 +83,7 @@ def find_config(name: str | os.PathLike[str], folder: Path, origin: str = "") ->
         runs = [run.parent.name for run in path.parent.glob("*/config.yaml")]
         by_stem |= {run: str(Path(name).with_name(run)) for run in sorted(runs)}
         near = [by_stem[stem] for stem in nearest(path.stem, by_stem)]
-        hint = f"; did you mean {one_of(near)}?" if near else ""
+        hint = f"; did you mean {join_choices(near)}?" if near else ""
         if not hint and not path.suffix and shipped:
             hint = f"; shipped configs: {', '.join(shipped)}"
         message = f"the config file {shortened(str(name))} does not exist{hint}"

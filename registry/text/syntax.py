@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import yaml
 
-from ..errors import one_of, shortened
+from ..errors import join_choices, shortened
 
 _HINTS = {
     "mapping values are not allowed": "does text with a colon need quotes?",
@@ -87,7 +87,7 @@ def _indentation(rows: list[str], line: int) -> tuple[int, str] | None:
     aligned = [f"{n + 1} like `{shortened(key)}` in line {at + 1}" for n, key, at in above]
     return line, (
         f"`{shortened(match[2])}` begins in column {len(match[1]) + 1}, but it must be aligned "
-        f"with a key above it: column {one_of(aligned)}"
+        f"with a key above it: column {join_choices(aligned)}"
     )
 
 

@@ -199,7 +199,7 @@ def _run_call(message: Message) -> Future[Answer]:
         func, args, kwargs = unpack(message)
         value = func(*args, **kwargs)
         if isinstance(value, AnyFuture):
-            later: Future[Answer] = value.then(_answer_of)  # type: ignore[assignment]
+            later: Future[Answer] = value.then(_make_answer)  # type: ignore[assignment]
             return later
         answer = True, pack(value)
     except BaseException as error:
@@ -209,7 +209,7 @@ def _run_call(message: Message) -> Future[Answer]:
     return done
 
 
-def _answer_of(done: Future[Any]) -> Answer:
+def _make_answer(done: Future[Any]) -> Answer:
     try:
         return True, pack(done.wait())
     except BaseException as error:

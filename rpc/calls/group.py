@@ -189,7 +189,7 @@ class RpcGroup:
 
     def is_member(self, target: Target | None = None) -> bool:
         """Return whether a process (None is this one) is a member."""
-        return _name_of(target) in self.group_members
+        return _get_name(target) in self.group_members
 
     def get_group_name(self) -> str:
         """Return the group's name."""
@@ -211,7 +211,7 @@ class RpcGroup:
         return f"RpcGroup({self.group_name!r}, {self.group_members})"
 
     def _member(self, to: Target) -> str:
-        name = _name_of(to)
+        name = _get_name(to)
         if name not in self.group_members:
             raise RuntimeError(
                 f"RPC target is not a member of group. {to!r} must be one of the members of "
@@ -279,7 +279,7 @@ def _key_error(group: str, kind: Kind, key: Hashable, state: str, hint: str = ""
     return KeyError(f"{kind.capitalize()} [{key}] {state} Group [{group}]{hint}")
 
 
-def _name_of(target: Target | None) -> str | None:
+def _get_name(target: Target | None) -> str | None:
     if target is None:
         return _node.current().name
     if isinstance(target, WorkerInfo):

@@ -209,7 +209,7 @@ def _raise_again(failure: Message) -> None:
 
 
 @contextlib.contextmanager
-def _result_of(number: str, holder: str) -> Iterator[_Result]:
+def _open_result(number: str, holder: str) -> Iterator[_Result]:
     """Yield a result, whose holders may be changed; delete it afterwards if no holder is left."""
     node = _node.current()
     with node.lock:
@@ -226,7 +226,7 @@ def _result_of(number: str, holder: str) -> Iterator[_Result]:
 
 def _run_and_keep(number: str, call: Message) -> Any:
     """Run a call and keep its result or error."""
-    with _result_of(number, number) as result:
+    with _open_result(number, number) as result:
         result.is_begun = True
 
     def make() -> Any:
@@ -238,19 +238,19 @@ def _run_and_keep(number: str, call: Message) -> Any:
 
 @served_immediately
 def _fetch_result(number: str, holder: str) -> Future[Any]:
-    with _result_of(number, holder) as result:
+    with _open_result(number, holder) as result:
         return result.value()
 
 
 @served_immediately
 def _add_holder(number: str, holder: str, other: str) -> None:
-    with _result_of(number, holder) as result:
+    with _open_result(number, holder) as result:
         result.holders.add(other)
 
 
 @served_immediately
 def _remove_holder(number: str, holder: str) -> None:
-    with contextlib.suppress(RpcError), _result_of(number, holder) as result:
+    with contextlib.suppress(RpcError), _open_result(number, holder) as result:
         result.holders.discard(holder)
 
 

@@ -25,7 +25,7 @@ from ..calls import node as _node
 from ..calls.group import RpcGroup
 from ..calls.node import Node
 from ..errors import RpcError
-from .model_state import check_model, copied, load_snapshot, state_of, unwrap
+from .model_state import check_model, copied, get_state, load_snapshot, unwrap
 from .ordered_server import KnownState, Mark, OrderedServerBase, Update, pull_update
 from .reduction import Gradients, Push, Receipt, on_reducer_gone
 
@@ -96,7 +96,7 @@ class PushPullGradServer:
         """
         check_model(model)
         base = self._known
-        return self._load(model, base, self._sender().push(_gradients_of(model), base.mark))
+        return self._load(model, base, self._sender().push(_get_gradients(model), base.mark))
 
     def pull(self, model: nn.Module) -> bool:
         """Set a model's gradients to zero and its parameters to the newest published ones.
@@ -130,7 +130,7 @@ class PushPullGradServer:
             base = base.updated(update)
             if base.mark is not None:
                 self._known = base
-        model_state = state_of(model)
+        model_state = get_state(model)
         buffers = dict(unwrap(model).named_buffers(remove_duplicate=False))
         load_snapshot(
             model, base.state | {name: model_state[name] for name in buffers if name in model_state}
@@ -147,7 +147,7 @@ class PushPullGradServer:
             return senders[key]
 
 
-def _gradients_of(model: nn.Module) -> Gradients:
+def _get_gradients(model: nn.Module) -> Gradients:
     gradients = {}
     for name, parameter in unwrap(model).named_parameters():
         if not parameter.requires_grad:

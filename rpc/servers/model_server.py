@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ..calls.group import RpcGroup
-from .model_state import check_model, load_snapshot, snapshot, state_of, unwrap
+from .model_state import check_model, get_state, load_snapshot, snapshot, unwrap
 from .ordered_server import (
     KnownState,
     NothingKeptError,
@@ -73,7 +73,7 @@ class PushPullModelServer:
                 nevertheless.
         """
         check_model(model)
-        version = _version_of(model) or 0
+        version = _get_version(model) or 0
         _set_version(model, version)
         if self._send(model, version):
             _set_version(model, version + 1)
@@ -92,7 +92,7 @@ class PushPullModelServer:
             False if nothing was pushed yet; True otherwise, even if nothing is newer.
         """
         check_model(model)
-        return self._load(model, _version_of(model))
+        return self._load(model, _get_version(model))
 
     def __reduce__(self) -> Any:
         return type(self), (self.model_name, self.o_server)
@@ -101,7 +101,7 @@ class PushPullModelServer:
         server = self._server()
         if not isinstance(server, StateServer):
             return server.push(self.model_name, snapshot(model), version + 1, version)
-        model_state = state_of(model)
+        model_state = get_state(model)
         base = self._known.pop(unwrap(model), None)
         if base is None or base.version != version or not base.belongs_to(model_state):
             base = KnownState(version)
@@ -136,7 +136,7 @@ class PushPullModelServer:
         """
         inner = unwrap(model)
         base = self._known.get(inner)
-        if base is None or base.version != _version_of(model):
+        if base is None or base.version != _get_version(model):
             base = KnownState()
         update = pull_update(self._server(), self.model_name, version, base)
         if update is None:
@@ -198,7 +198,7 @@ class PushPullModelServerImpl:
         self._offers.close()
 
 
-def _version_of(model: nn.Module) -> int | None:
+def _get_version(model: nn.Module) -> int | None:
     inner: int | None = getattr(unwrap(model), "pp_version", None)
     return getattr(model, "pp_version", None) if inner is None else inner
 

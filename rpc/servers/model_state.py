@@ -55,10 +55,10 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 
     Sharded tensors are gathered: all ranks of a sharded model must call this.
     """
-    return {name: copied(value) for name, value in state_of(model).items()}
+    return {name: copied(value) for name, value in get_state(model).items()}
 
 
-def state_of(model: nn.Module) -> dict[str, Any]:
+def get_state(model: nn.Module) -> dict[str, Any]:
     """Return the detached state under the user's names, without copies."""
     return dict(unwrap(model).state_dict())
 
@@ -72,7 +72,7 @@ def copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def on_cpu(value: Any) -> Any:
+def copy_to_cpu(value: Any) -> Any:
     """Return one entry of a state, gathered and on the CPU, without a copy if possible."""
     is_there = not isinstance(value, Tensor) or value.device.type == "cpu"
     return value if is_there and not _is_sharded(value) else copied(value)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ..calls.group import RpcGroup
-from .model_state import check_same_model, copied, on_cpu
+from .model_state import check_same_model, copied, copy_to_cpu
 
 
 class OrderedServerBase(ABC):
@@ -375,7 +375,7 @@ class KnownState:
 
         Entries that are on the CPU are not copied.
         """
-        on_host = {name: on_cpu(value) for name, value in model_state.items()}
+        on_host = {name: copy_to_cpu(value) for name, value in model_state.items()}
         return {
             name: value
             for name, value in on_host.items()

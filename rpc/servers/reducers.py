@@ -29,7 +29,7 @@ from .reduction import (
     ReduceSettings,
     State,
     check_gradients,
-    layout_of,
+    get_layout,
     on_reducer_gone,
 )
 
@@ -49,7 +49,7 @@ class ManagedModel:
     def __post_init__(self) -> None:
         named = unwrap(self.model).named_parameters()
         self._trained = {name: param for name, param in named if param.requires_grad}
-        self.layout = layout_of(self._trained)
+        self.layout = get_layout(self._trained)
         self.model.pp_version = 0
 
     def step(self, gradients: Gradients) -> None:
@@ -446,11 +446,11 @@ class Secondary:
 
     def _send(self, batch: Batch) -> None:
         try:
-            self._primary.take(batch).add_done_callback(partial(self._on_answer, batch))
+            self._primary.take(batch).add_done_callback(partial(self._handle_answer, batch))
         except (RpcError, KeyError) as error:
             self.disconnect("failed", f"the primary reducer is gone: {error}")
 
-    def _on_answer(self, batch: Batch, done: Future[Receipt]) -> None:
+    def _handle_answer(self, batch: Batch, done: Future[Receipt]) -> None:
         try:
             receipt = done.wait()
         except Exception as error:

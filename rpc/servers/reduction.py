@@ -154,7 +154,7 @@ class Reduction:
         return gradient.to(self._settings.device, kind)
 
 
-def layout_of(gradients: Mapping[str, Tensor]) -> Layout:
+def get_layout(gradients: Mapping[str, Tensor]) -> Layout:
     return {name: tuple(gradient.shape) for name, gradient in gradients.items()}
 
 
@@ -266,7 +266,7 @@ class Level(Generic[Item]):
     def layout(self) -> Layout | None:
         """The names and shapes that the next item needs; None if it begins a sum."""
         if self.items:
-            return layout_of(self.items[-1].gradients)
+            return get_layout(self.items[-1].gradients)
         is_begun = 0 < self.num_taken < self._settings.batch_size
         return self._sum_layout if is_begun else None
 
@@ -274,7 +274,7 @@ class Level(Generic[Item]):
         """Remove the oldest item from the queue, to be added."""
         entry = self.items.popleft()
         if not self.num_taken:
-            self._sum_layout = layout_of(entry.gradients)
+            self._sum_layout = get_layout(entry.gradients)
         self.num_taken += 1
         self._ids += entry.ids
         self.admit_waiting()

@@ -216,7 +216,7 @@ def check_rank(rank: int) -> None:
 
 
 @contextlib.contextmanager
-def on_loopback(is_local: bool) -> Iterator[None]:
+def listen_on_loopback(is_local: bool) -> Iterator[None]:
     """Use the interface that the user has set, or the loopback interface if ``is_local``.
 
     Gloo and TensorPipe each have a variable for it. If the user has set only one, both use it.

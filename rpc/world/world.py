@@ -19,7 +19,7 @@ from ...collectives import CollectiveGroup, forget_meshes
 from ..calls.directory import did_you_mean
 from ..calls.group import RpcGroup
 from ..calls.node import Node
-from .agent import Agent, check_rank, on_loopback
+from .agent import Agent, check_rank, listen_on_loopback
 from .members import Member, agree_on_members, joint_step, leave_together
 from .store import MeetingPlace, find_place, resolve_rank, warn_of_open_store, whole_number
 
@@ -109,7 +109,7 @@ class World:
                 check_rank(self.rank)
             settings = {"init_dist": init_dist, "init_rpc": init_rpc, "dist_backend": dist_backend}
             meeting = self._meet(dist_init_method or rpc_init_method, settings)
-            with on_loopback(meeting.is_local):
+            with listen_on_loopback(meeting.is_local):
                 if init_dist and not dist.is_initialized():
                     _start_collectives(self, meeting, dist_backend, undo)
                 if init_rpc:
@@ -161,7 +161,7 @@ class World:
                 else "collectives need a world with init_dist=True, got init_dist=False"
             )
         assert self._meeting is not None
-        with on_loopback(self._meeting.is_local):
+        with listen_on_loopback(self._meeting.is_local):
             group = CollectiveGroup.create(ranks, timeout_s=timeout, backend=backend)
         living = [
             living_group for living_group in self._collective_groups if not living_group.destroyed

@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 
 from ...loops import EpochTrainLoop, IterTrainLoop, LoopState, SchedulerHook
-from ...loops.data.loaders import length_of
+from ...loops.data.loaders import get_length
 from ...registry import Config, ConfigError, Problem, RunSections
 from ...wrappers.prepare import freeze_parameters
 from ...wrappers.steps.plain_models import BatchMismatchError, MissingLossError
 from ...wrappers.steps.step_checks import has_custom_step
 from ..failure import as_mistakes_in, building
-from ..finders.summary import Summary, summarize, with_unit
+from ..finders.summary import Summary, format_quantity, summarize
 from ..parts import example_batch, rehearse
 from ..pretrained.build import build_user_model
 from ..pretrained.load import add_configured
@@ -40,7 +40,7 @@ def run_check(options: Options) -> int:
     )
     loops = ["train"] if parts.get("train_loop") is not None else []
     for name in ("val", "test"):
-        sets = ", ".join(run.data.sets_of(name))
+        sets = ", ".join(run.data.get_sets(name))
         if parts.get(f"{name}_loop") is not None:
             loops.append(f"{name} ({sets})" if sets else name)
     trains, has_own_step = parts.get("train_loop") is not None, has_custom_step(parts["model"])
@@ -64,7 +64,7 @@ def _schedule_lines(parts: Mapping[str, Any], config: Config) -> Iterator[str]:
     if not isinstance(loop, (EpochTrainLoop, IterTrainLoop)):
         return
     state = LoopState(model=parts["model"], optim_wrapper=parts["optim_wrapper"])
-    loop.budget.plan(state, length_of(loop.dataloader))
+    loop.budget.plan(state, get_length(loop.dataloader))
     counts = {
         "updates": state.max_steps,
         "epochs": state.max_epochs,
@@ -89,7 +89,7 @@ def _size(options: Options, *, trains: bool, has_own_step: bool) -> Iterator[str
             ``trains`` is true.
     """
     try:
-        summary = summary_of(options, trains=trains)
+        summary = make_summary(options, trains=trains)
     except ConfigError as error:
         if trains:
             raise
@@ -111,7 +111,7 @@ def run_summary(options: Options) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    summary = summary_of(options)
+    summary = make_summary(options)
     table = Table(box=None, pad_edge=False)
     table.add_column("layer", no_wrap=True, overflow="ellipsis")
     table.add_column("class", no_wrap=True, overflow="ellipsis")
@@ -137,7 +137,7 @@ def run_summary(options: Options) -> int:
     return 1
 
 
-def summary_of(options: Options, *, trains: bool = False) -> Summary:
+def make_summary(options: Options, *, trains: bool = False) -> Summary:
     """Build the model and the first batch of a config, and summarize the model.
 
     With ``trains``, the batch is from the training data, and the model must return a loss for it.
@@ -164,6 +164,6 @@ def size_lines(summary: Summary) -> Iterator[str]:
     if summary.error is None:
         batch = "the first batch"
         if summary.samples:
-            per_sample = with_unit(summary.flops / summary.samples, "FLOPs")
+            per_sample = format_quantity(summary.flops / summary.samples, "FLOPs")
             batch = f"a batch of {summary.samples}, {per_sample} for one sample"
-        yield f"forward: {with_unit(summary.flops, 'FLOPs')} for {batch}"
+        yield f"forward: {format_quantity(summary.flops, 'FLOPs')} for {batch}"

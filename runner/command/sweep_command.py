@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...loops.metrics.evaluation import directions_of
+from ...loops.metrics.evaluation import find_directions
 from ...registry import ConfigError, Problem, RunSections, did_you_mean
-from ...registry.directions import direction_of
+from ...registry.directions import find_direction
 from ..failure import Terminated, as_mistakes_in
 from ..finders.sweep import Sweep, as_overrides, check_space, is_pruned, read_space
 from ..guard import raising_stops
@@ -72,7 +72,7 @@ def _goal(options: Options, run: RunSections) -> tuple[str, bool]:
         hint = did_you_mean(name, metrics) or f"; there is {choices}"
         message = f"--metric must name a validation metric, got {name!r}{hint}"
         raise mistake(f"stepwrap sweep: {message}")
-    higher = direction_of(name, directions_of(metrics))
+    higher = find_direction(name, find_directions(metrics))
     if options.mode is None and higher is None:
         message = f"whether higher values of {name} are better is unknown; use --mode max or min"
         raise mistake(f"stepwrap sweep: {message}")
@@ -84,7 +84,7 @@ def _run_trials(sweep: Sweep, options: Options) -> int:
     try:
         while len(sweep.trials) < options.trials:
             trial = sweep.next_trial()
-            words = " ".join(map(_shown, sweep.values_of(trial).items()))
+            words = " ".join(map(_shown, sweep.get_values(trial).items()))
             print(f"{sweep.run_dir(trial).name}: {words}", flush=True)
             done = sweep.run(trial, options.source, options.overrides, prune=not options.no_prune)
             print(f"  {_result(sweep, done)}", flush=True)
@@ -114,7 +114,7 @@ def _report(sweep: Sweep, options: Options, stop: int) -> int:
     print(f"{count} trials: {numbers}")
     if ranked and not is_pruned(ranked[0]):
         print(f"best run: {sweep.run_dir(ranked[0])}")
-        best = as_overrides(sweep.values_of(ranked[0]))
+        best = as_overrides(sweep.get_values(ranked[0]))
         print(f"train with its values: {train_with(options, *best)}")
     if stop:
         name = "Ctrl-C" if stop == signal.SIGINT else signal.Signals(stop).name
@@ -133,7 +133,7 @@ def _print_table(sweep: Sweep, ranked: list[FrozenTrial]) -> None:
     for trial in ranked[:_SHOWN]:
         name = sweep.run_dir(trial).name.removeprefix("trial_")
         value = f"{trial.value:.4g}{' (pruned)' if is_pruned(trial) else ''}"
-        table.add_row(name, value, *map(_number, sweep.values_of(trial).values()))
+        table.add_row(name, value, *map(_number, sweep.get_values(trial).values()))
     Console(highlight=False).print(table)
 
 

@@ -26,7 +26,7 @@ from .draft import (
     Take,
     as_yaml,
     bare_name,
-    by_rows,
+    convert_by_rows,
     drop_if,
     dropped,
     inside,
@@ -297,7 +297,7 @@ def _optim_wrapper_type(section: Section, key: str) -> Any:
     if kind in ("", "OptimWrapper", "AmpOptimWrapper"):
         return kind if kind == "AmpOptimWrapper" else NOTHING
     # Custom optimizer wrappers of mmengine run unchanged.
-    return section.draft.name_of(original, "OPTIM_WRAPPERS", section.at(key))
+    return section.draft.get_name(original, "OPTIM_WRAPPERS", section.at(key))
 
 
 def _accumulated(section: Section, key: str) -> Any:
@@ -409,7 +409,7 @@ def _collate(section: Section, key: str) -> str:
     name = "pseudo_collate" if collate_section is None else collate_section.pop("type", None)
     if collate_section is None or name in ("pseudo_collate", "default_collate"):
         return f"mmengine.dataset.{name}"
-    return section.draft.name_of(name, "FUNCTIONS", collate_section.at("type"))
+    return section.draft.get_name(name, "FUNCTIONS", collate_section.at("type"))
 
 
 _LOADER = (
@@ -420,7 +420,7 @@ _LOADER = (
 _ORDER = (
     # Our training loader uses the same order on all ranks, and gives each the same number of
     # samples by repeating some.
-    Row("sampler", "", by_rows(
+    Row("sampler", "", convert_by_rows(
         Row("shuffle", "shuffle", default=True),
         Row("seed", "seed", same=(None,)),
         *dropped("type", "round_up", "_scope_"),
@@ -472,25 +472,25 @@ _MAPPING = (
     *note_unless(_LAUNCHED, launcher="none"),
     *note_unless(_LOG_ONLY, log_level="INFO"),
     Row("runner_type", same=("Runner", None), refusal=NO_COUNTERPART),
-    Row("custom_imports", "", by_rows(
+    Row("custom_imports", "", convert_by_rows(
         Row("imports", "imports", _imports, default=None),
         Row("allow_failed_imports", same=(False,)),
         refusal="is not possible: every import must succeed",
     )),
     Row("experiment_name", "name", same=(None,)),
     Row("work_dir", "run_dir", same=(None,)),
-    Row("randomness", "", by_rows(
+    Row("randomness", "", convert_by_rows(
         Row("seed", "seed", same=(None,)),
         Row("deterministic", "deterministic", same=(False,)),
         # Ranks always draw different numbers after the model is built.
         Row("diff_rank_seed"),
     )),
-    Row("env_cfg", "", by_rows(
+    Row("env_cfg", "", convert_by_rows(
         *note_unless(_SPEED, cudnn_benchmark=False),
-        Row("mp_cfg", "", by_rows(
+        Row("mp_cfg", "", convert_by_rows(
             *note_unless(_SPEED, mp_start_method="fork", opencv_num_threads=0),
         )),
-        Row("dist_cfg", "launch", by_rows(
+        Row("dist_cfg", "launch", convert_by_rows(
             # mmengine's default is nccl even without a GPU; our default depends on the device.
             Row("backend", "backend", same=("nccl", None)),
             Row("timeout", "timeout_s", same=(None,)),
@@ -501,7 +501,7 @@ _MAPPING = (
     Row("compile", "compile", _compile),
     Row("model", "model", _model, default=None),
     Row("model_wrapper_cfg", "wrapper", _wrapper, default=None),
-    Row("auto_scale_lr", "", by_rows(
+    Row("auto_scale_lr", "", convert_by_rows(
         Row("enable", same=(False,), refusal="learning rates are not scaled: set optimizer.lr"),
         *dropped("base_batch_size"),
     )),

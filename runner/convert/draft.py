@@ -117,7 +117,7 @@ class Draft:
         with switched as scoped:
             return scoped.get(type_name)
 
-    def name_of(self, type_name: Any, kind: str, key: str, scope: str | None = None) -> str:
+    def get_name(self, type_name: Any, kind: str, key: str, scope: str | None = None) -> str:
         """Return the name or import path under which our config finds a type."""
         target = self.look_up(type_name, kind, scope)
         registered = getattr(registry, kind, registry.DATASETS)
@@ -210,7 +210,7 @@ class Section(dict[str, Any]):
     def part(self, table: str) -> dict[str, Any]:
         """Return the config of an object: its type, and all remaining settings as arguments."""
         kind, scope = self.pop("type", None), self.pop("_scope_", None)
-        name = self.draft.name_of(kind, table, self.at("type"), scope)
+        name = self.draft.get_name(kind, table, self.at("type"), scope)
         return {"type": name, **{key: self.draft.plain(self.pop(key)) for key in list(self)}}
 
     def refuse(self, message: str) -> None:
@@ -270,7 +270,7 @@ def inside(make: Callable[[Section], Any], refusal: str = NO_COUNTERPART) -> Tak
     return take
 
 
-def by_rows(*rows: Row, refusal: str = NO_COUNTERPART) -> Take:
+def convert_by_rows(*rows: Row, refusal: str = NO_COUNTERPART) -> Take:
     """Return the function of a row whose setting is a dict that is converted by ``rows``."""
     return inside(lambda below: walk(below, rows) or NOTHING, refusal)
 

@@ -35,7 +35,7 @@ def default_hooks(section: Section, key: str) -> Any:
     for name, settings in list(defaults.items()):
         hook = defaults.below(name)
         if hook is not None:
-            hooks |= _by_type([hook], "HOOKS", _HOOKS)
+            hooks |= _convert_by_type([hook], "HOOKS", _HOOKS)
         elif settings is None and name in _NEEDED:
             defaults.miss(name, f"cannot be switched off: {_NEEDED[name]}")
         elif settings is None and name in _SWITCHES:
@@ -44,10 +44,10 @@ def default_hooks(section: Section, key: str) -> Any:
 
 
 def custom_hooks(section: Section, key: str) -> Any:
-    return _by_type(section.each(key), "HOOKS", _HOOKS) or NOTHING
+    return _convert_by_type(section.each(key), "HOOKS", _HOOKS) or NOTHING
 
 
-def _by_type(
+def _convert_by_type(
     sections: Iterable[Section], table: str, kinds: dict[str, tuple[Row, ...]]
 ) -> dict[str, Any]:
     """Convert hooks of mmengine by the rows of their types."""
@@ -207,7 +207,7 @@ def visualizer(section: Section) -> Any:
     for writer in writers:
         name = bare_name(writer.get("type", ""))
         if name in ("", *_WRITERS):
-            hooks |= _by_type([writer], "VISBACKENDS", _WRITERS)
+            hooks |= _convert_by_type([writer], "VISBACKENDS", _WRITERS)
         else:
             hook = _WRITING_HOOKS.get(name, "")
             remedy = f"set the hook {hook}" if hook else "see docs/extending.md"

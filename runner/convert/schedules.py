@@ -174,7 +174,7 @@ def _mmengine_schedule(section: Section, original: Any, kind: str, by: str) -> d
     if kind in (*_SCHEDULES, "CosineRestartLR") or kind.endswith("Momentum"):
         name = f"mmengine.optim.scheduler.{kind}"
     else:
-        name = section.draft.name_of(original, "PARAM_SCHEDULERS", section.at("type"))
+        name = section.draft.get_name(original, "PARAM_SCHEDULERS", section.at("type"))
     window = walk(section, (Row("begin", "begin", same=(0,)), Row("end", "end", same=(_INF,))))
     arguments = dict(section)
     section.clear()

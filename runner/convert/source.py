@@ -32,7 +32,7 @@ def read_source(path: Path) -> tuple[dict[str, Any], Lines]:
         raise _error(f"an mmengine config must be a .py file, got {path}")
     try:
         lines = Lines(path)
-        return _by_mmengine(path) if find_spec("mmengine") else _by_python(path), lines
+        return _load_by_mmengine(path) if find_spec("mmengine") else _load_by_python(path), lines
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
@@ -44,7 +44,7 @@ def _error(message: str, origin: Path | str = "") -> ConfigError:
     return ConfigError([Problem("", message, str(origin))])
 
 
-def _by_mmengine(path: Path) -> dict[str, Any]:
+def _load_by_mmengine(path: Path) -> dict[str, Any]:
     try:
         config_of = import_module("mmengine.config").Config.fromfile
         # Registers the names that configs use; it has further dependencies.
@@ -56,7 +56,7 @@ def _by_mmengine(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _by_python(path: Path) -> dict[str, Any]:
+def _load_by_python(path: Path) -> dict[str, Any]:
     """Execute a plain Python config and its ``_base_`` files; reject mmengine's syntax."""
     used = _MMENGINE_SYNTAX.search(path.read_text("utf-8"))
     if used is not None:
@@ -65,7 +65,7 @@ def _by_python(path: Path) -> dict[str, Any]:
     bases = variables.get("_base_", ())
     settings: dict[str, Any] = {}
     for base in bases if isinstance(bases, (list, tuple)) else [bases]:
-        inherited = _by_python(path.parent / base)
+        inherited = _load_by_python(path.parent / base)
         if repeated := ", ".join(settings.keys() & inherited.keys()):
             # An error in mmengine too.
             raise _error(f"several of its base files set {repeated}", path)
@@ -127,14 +127,14 @@ class Lines:
         match statement:
             case ast.Assign(targets=targets, value=value):
                 for target in targets:
-                    self._set(_path_of(target), value, file)
+                    self._set(_find_path(target), value, file)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
-                self._set(_path_of(target), value, file)
+                self._set(_find_path(target), value, file)
             case ast.AugAssign(target=target):
                 # Existing items keep their lines.
-                self._set(_path_of(target), target, file)
+                self._set(_find_path(target), target, file)
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=target)) as call):
-                self._set_items(_path_of(target), call, file)
+                self._set_items(_find_path(target), call, file)
 
     def _set(self, key: str, node: ast.expr, file: Path) -> None:
         if key:
@@ -193,7 +193,7 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _statements(getattr(statement, block, ()))
 
 
-def _path_of(target: ast.expr) -> str:
+def _find_path(target: ast.expr) -> str:
     """Return the key path of the assignment target ``a``, ``a.b`` or ``a["b"]``, otherwise ""."""
     match target:
         case ast.Name(id=name):
@@ -202,7 +202,7 @@ def _path_of(target: ast.expr) -> str:
             ast.Attribute(value=above, attr=key)
             | ast.Subscript(value=above, slice=ast.Constant(value=key))
         ):
-            path = _path_of(above)
+            path = _find_path(above)
             return path and f"{path}.{str(key)}"
     return ""
 

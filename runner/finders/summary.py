@@ -105,8 +105,8 @@ def summarize(model: nn.Module, batch: Any, *, has_targets: bool = False) -> Sum
     )
 
 
-def with_unit(number: float, unit: str) -> str:
-    """Format a number with an SI prefix: ``with_unit(1234567, "FLOPs")`` is "1.23 MFLOPs"."""
+def format_quantity(number: float, unit: str) -> str:
+    """Format a number with an SI prefix: ``format_quantity(1234567, "FLOPs")`` is "1.23 MFLOPs"."""
     for factor, prefix in _UNITS:
         if number >= factor:
             return f"{number / factor:.3g} {prefix}{unit}"

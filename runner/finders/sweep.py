@@ -289,7 +289,7 @@ class Sweep:
         with_value = [trial for trial in self.trials if trial.value is not None]
         return sorted(with_value, key=lambda trial: (is_pruned(trial), sign * (trial.value or 0.0)))
 
-    def values_of(self, trial: FrozenTrial | Trial) -> dict[str, Any]:
+    def get_values(self, trial: FrozenTrial | Trial) -> dict[str, Any]:
         """Return a trial's value of each setting, by config key."""
         return {key: setting.value(trial.params[key]) for key, setting in self.space.items()}
 
@@ -333,7 +333,7 @@ class Sweep:
         run_dir = self.run_dir(trial)
         words = [
             *overrides,
-            *as_overrides(self.values_of(trial)),
+            *as_overrides(self.get_values(trial)),
             f"run_dir={json.dumps(str(run_dir))}",
         ]
         try:

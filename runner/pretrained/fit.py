@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ...loops import CheckpointError
 from ...loops.checkpoints.optimizers import text_table
 from ...loops.checkpoints.weights import (
+    get_state,
     plain_name,
     saved_parameters,
-    state_of,
     tied_differently,
     user_model,
 )
@@ -70,7 +70,7 @@ def fit_weights(saved: Mapping[str, Any], model: nn.Module, settings: LoadFromSe
             become one.
     """
     target = user_model(model)
-    expected = {plain_name(name): value for name, value in state_of(target).items()}
+    expected = {plain_name(name): value for name, value in get_state(target).items()}
     files = _renamed(saved, settings.map)
     ignored = _ignored(settings.ignore, files, expected)
     fit = Fit()

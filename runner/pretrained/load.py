@@ -13,7 +13,7 @@ from torch import nn
 
 from ...collectives import get_rank
 from ...loops import CheckpointError, load_checkpoint, seed_rng
-from ...loops.checkpoints.weights import ADAPTER, user_model, weights_of
+from ...loops.checkpoints.weights import ADAPTER, get_weights, user_model
 from ...loops.checkpoints.weights import load_weights as load_into
 from ...loops.rng import preserved_rng
 from ...registry import (
@@ -185,7 +185,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         return saved
     checkpoint = resolve_checkpoint(None, path)
     model, adapter = load_run_model(checkpoint.absolute().parent.parent, checkpoint)
-    return weights_of(model if adapter is None else adapter.merge())
+    return get_weights(model if adapter is None else adapter.merge())
 
 
 @contextmanager

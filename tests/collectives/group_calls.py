@@ -22,7 +22,7 @@ def now_and_later(call: Call) -> Iterator[None]:
     assert handle.wait() is None
 
 
-def members_of(ranks: Sequence[int] | None) -> tuple[CollectiveGroup, bool]:
+def get_members(ranks: Sequence[int] | None) -> tuple[CollectiveGroup, bool]:
     """Return a new group and whether this rank is a member."""
     group = CollectiveGroup.create(ranks)
     return group, group.current_rank is not None

@@ -27,7 +27,7 @@ OPS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def values_of(rank: int, dtype: torch.dtype, repeats: int = 1) -> torch.Tensor:
+def get_values(rank: int, dtype: torch.dtype, repeats: int = 1) -> torch.Tensor:
     """Return two rows, not contiguous, of small numbers that differ by rank."""
     numbers = torch.tensor([[0, 1], [2, 3], [4, 5]]).repeat(repeats, 1) + rank
     if dtype == torch.bool:

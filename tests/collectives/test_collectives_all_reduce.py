@@ -9,7 +9,7 @@ import torch.distributed as dist
 from calls import messages_of_collectives, outcome
 from marks import slow
 from ranks import on_ranks, run_ranks
-from tensors_by_rank import BITWISE, DTYPES, INTEGERS, OPS, values_of
+from tensors_by_rank import BITWISE, DTYPES, INTEGERS, OPS, get_values
 
 import stepwrap.collectives
 from stepwrap.collectives.dist import all_reduce
@@ -24,7 +24,7 @@ def _allowed(op: str, dtype: torch.dtype) -> bool:
 def _reduce_every_dtype() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for dtype in DTYPES:
-        by_rank = [values_of(r, dtype) for r in range(world_size)]
+        by_rank = [get_values(r, dtype) for r in range(world_size)]
         for op, function in OPS.items():
             tensor = by_rank[rank].clone(memory_format=torch.preserve_format)
             contiguous = by_rank[rank].contiguous()

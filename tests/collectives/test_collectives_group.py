@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import assert_outcomes, group_of_one, outcome
-from group_calls import members_of
+from group_calls import get_members
 from ranks import on_ranks, run_ranks
 
 from stepwrap.collectives import CollectiveGroup
@@ -41,7 +41,7 @@ def _every_call(group: CollectiveGroup) -> dict[str, tuple[str, str]]:
 
 
 def _live_and_die() -> tuple[Any, ...]:
-    group, is_member = members_of([3, 1])
+    group, is_member = get_members([3, 1])
     before = group.current_rank, group.size(), group.destroyed, group.group is not None
     endings = {} if is_member else _every_call(group)
     group.destroy()

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import assert_outcomes, outcome
-from group_calls import assert_same, members_of, now_and_later
+from group_calls import assert_same, get_members, now_and_later
 from ranks import on_ranks, run_ranks
 from tensors_by_rank import BITWISE, COMPLEX, DTYPES, OPS
 
@@ -112,7 +112,7 @@ def test_large_and_empty_tensors_are_gathered() -> None:
 
 
 def _use_lists(ranks: list[int], lengths: list[int]) -> None:
-    group, is_member = members_of(ranks)
+    group, is_member = get_members(ranks)
     if is_member:
         _reduce_lists(group, ranks, lengths)
         _spread_lists(group, ranks, lengths)

@@ -6,28 +6,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import HERE, outcome
-from group_calls import assert_same, members_of
+from group_calls import assert_same, get_members
 from ranks import on_ranks, run_ranks
-from tensors_by_rank import DTYPES, values_of
+from tensors_by_rank import DTYPES, get_values
 
 from stepwrap.collectives import CollectiveGroup, recent_collectives, trace_collectives
 
 
 @on_ranks(4)
 def test_every_dtype_is_sent_in_a_part_of_the_ranks() -> None:
-    group, is_member = members_of([1, 3])
+    group, is_member = get_members([1, 3])
     if not is_member:
         return
     rank = dist.get_rank()
     for dtype in DTYPES:
-        sent, target = values_of(7, dtype), values_of(0, dtype)
+        sent, target = get_values(7, dtype), get_values(0, dtype)
         if rank == 1:
             group.send(sent, 3)
             group.isend(sent, 3, tag=5).wait()
             continue
         # The tensors are not contiguous. The sender is given or any; its global rank is returned.
         for src, tag, later in ((1, 0, False), (None, 5, True)):
-            target = values_of(0, dtype)
+            target = get_values(0, dtype)
             if later:
                 handle = group.irecv(target, src, tag)
                 assert (handle.wait(), handle.wait()) == (1, 1)
@@ -94,7 +94,7 @@ MISTAKES = [
 
 def _mistake_messages() -> list[tuple[str, str]]:
     group = CollectiveGroup.create()
-    alone, is_member = members_of([0])
+    alone, is_member = get_members([0])
     endings = []
     if is_member:
         endings = [outcome(getattr(group, name), *call_args) for name, call_args, _, _ in MISTAKES]

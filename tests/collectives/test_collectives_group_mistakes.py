@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from calls import HERE, assert_outcomes, outcome, traced
-from group_calls import members_of
+from group_calls import get_members
 from ranks import run_ranks
 
 from stepwrap.collectives import CollectiveGroup, recent_collectives
@@ -84,7 +84,7 @@ MISTAKES: list[tuple[str, tuple[Any, ...], str, str]] = [
 
 
 def _mistake_alone() -> list[tuple[str, str]]:
-    group, is_member = members_of([1, 3])
+    group, is_member = get_members([1, 3])
     endings = []
     if dist.get_rank() == 1:
         endings = [outcome(getattr(group, call), *call_args) for call, call_args, _, _ in MISTAKES]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from calls import assert_outcomes, outcome
-from group_calls import members_of
+from group_calls import get_members
 from ranks import run_ranks
 
 from stepwrap.collectives import CollectiveGroup
@@ -26,7 +26,7 @@ class Unloadable:
 
 
 def _exchange_objects(ranks: list[int]) -> None:
-    group, is_member = members_of(ranks)
+    group, is_member = get_members(ranks)
     if not is_member:
         return
     rank, last_rank = dist.get_rank(), ranks[-1]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from group_calls import assert_same, members_of, now_and_later
+from group_calls import assert_same, get_members, now_and_later
 from ranks import on_ranks, run_ranks
-from tensors_by_rank import BITWISE, COMPLEX, DTYPES, OPS, values_of
+from tensors_by_rank import BITWISE, COMPLEX, DTYPES, OPS, get_values
 
 from stepwrap.collectives import CollectiveGroup
 
@@ -18,36 +18,36 @@ DTYPES_AND_LARGER = [(dtype, 1) for dtype in DTYPES] + [(torch.complex64, 9000)]
 def _move(group: CollectiveGroup, ranks: list[int], dtype: torch.dtype, repeats: int) -> None:
     """Check the collectives that only move values, with tensors that are not contiguous."""
     rank, position, last_rank = dist.get_rank(), ranks.index(dist.get_rank()), ranks[-1]
-    mine = [values_of(r, dtype, repeats) for r in ranks]
+    mine = [get_values(r, dtype, repeats) for r in ranks]
     tensor = mine[position]
     for _ in now_and_later(lambda later: group.broadcast(tensor, last_rank, later)):
         assert_same(tensor, mine[-1])
-        tensor.copy_(mine[position] if rank == last_rank else values_of(rank, dtype, repeats))
-    tensor_sent = values_of(rank, dtype, repeats)
+        tensor.copy_(mine[position] if rank == last_rank else get_values(rank, dtype, repeats))
+    tensor_sent = get_values(rank, dtype, repeats)
     received = [torch.zeros_like(tensor_sent) for _ in ranks]
     for _ in now_and_later(lambda later: group.all_gather(received, tensor_sent, later)):
         for r, rank_tensor in zip(ranks, received, strict=True):
-            assert_same(rank_tensor, values_of(r, dtype, repeats))
+            assert_same(rank_tensor, get_values(r, dtype, repeats))
             rank_tensor.zero_()
     gathered = received if rank == last_rank else None
     for _ in now_and_later(lambda later: group.gather(tensor_sent, gathered, last_rank, later)):
         for r, rank_tensor in zip(ranks, gathered or [], strict=rank == last_rank):
-            assert_same(rank_tensor, values_of(r, dtype, repeats))
+            assert_same(rank_tensor, get_values(r, dtype, repeats))
             rank_tensor.zero_()
-    dealt = [values_of(10 + r, dtype, repeats) for r in ranks] if rank == last_rank else None
+    dealt = [get_values(10 + r, dtype, repeats) for r in ranks] if rank == last_rank else None
     target = torch.zeros_like(tensor_sent)
     for _ in now_and_later(lambda later: group.scatter(target, dealt, last_rank, later)):
-        assert_same(target, values_of(10 + rank, dtype, repeats))
+        assert_same(target, get_values(10 + rank, dtype, repeats))
         target.zero_()
-    offers = [values_of(10 * rank + r, dtype, repeats) for r in ranks]
+    offers = [get_values(10 * rank + r, dtype, repeats) for r in ranks]
     for _ in now_and_later(lambda later: group.all_to_all(received, offers, later)):
         for r, rank_tensor in zip(ranks, received, strict=True):
-            assert_same(rank_tensor, values_of(10 * r + rank, dtype, repeats))
+            assert_same(rank_tensor, get_values(10 * r + rank, dtype, repeats))
             rank_tensor.zero_()
 
 
 def _move_every_dtype(ranks: list[int]) -> None:
-    group, is_member = members_of(ranks)
+    group, is_member = get_members(ranks)
     if is_member:
         for dtype, repeats in DTYPES_AND_LARGER:
             _move(group, ranks, dtype, repeats)
@@ -67,7 +67,10 @@ def _expected(op: str, by_rank: list[torch.Tensor]) -> torch.Tensor:
 
 def _reduce(group: CollectiveGroup, ranks: list[int], dtype: torch.dtype, op: Any) -> None:
     rank, last_rank, name = dist.get_rank(), ranks[-1], _name(op)
-    original, total = values_of(rank, dtype), _expected(name, [values_of(r, dtype) for r in ranks])
+    original, total = (
+        get_values(rank, dtype),
+        _expected(name, [get_values(r, dtype) for r in ranks]),
+    )
     tensor = original.clone()
     for _ in now_and_later(lambda later: group.all_reduce(tensor, op, later)):
         assert_same(tensor, total)
@@ -79,10 +82,10 @@ def _reduce(group: CollectiveGroup, ranks: list[int], dtype: torch.dtype, op: An
             # The other ranks' tensors are unchanged.
             assert_same(result, total if rank == last_rank else original)
             result.copy_(original)
-    offers = [values_of(rank + r, dtype) for r in ranks]
+    offers = [get_values(rank + r, dtype) for r in ranks]
     reduced = torch.zeros_like(original)
     for _ in now_and_later(lambda later: group.reduce_scatter(reduced, offers, op, later)):
-        assert_same(reduced, _expected(name, [values_of(rank + r, dtype) for r in ranks]))
+        assert_same(reduced, _expected(name, [get_values(rank + r, dtype) for r in ranks]))
         reduced.zero_()
 
 
@@ -91,7 +94,7 @@ def _name(op: Any) -> str:
 
 
 def _reduce_every_dtype(ranks: list[int]) -> None:
-    group, is_member = members_of(ranks)
+    group, is_member = get_members(ranks)
     if is_member:
         for dtype in DTYPES:
             for op in OPS:

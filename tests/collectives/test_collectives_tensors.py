@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from calls import group_of_one, outcome
 from ranks import RanksError, on_ranks, run_ranks
-from tensors_by_rank import BITWISE, DTYPES, OPS, values_of
+from tensors_by_rank import BITWISE, DTYPES, OPS, get_values
 
 from stepwrap.collectives.dist import all_gather, all_gather_object, all_reduce, broadcast, gather
 
@@ -20,7 +20,7 @@ def test_every_dtype_is_gathered_and_broadcast() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for dtype in DTYPES:
         for repeats in (1, 400):
-            by_rank = [values_of(r, dtype, repeats) for r in range(world_size)]
+            by_rank = [get_values(r, dtype, repeats) for r in range(world_size)]
             sent = by_rank[rank]
             for gathered in (all_gather(sent), gather(sent, dst=1)):
                 if gathered:
@@ -221,14 +221,14 @@ def test_nccl_with_one_rank() -> None:
 def test_two_gloo_ranks_share_a_device() -> None:
     rank = dist.get_rank()
     for dtype in DTYPES:
-        tensor = values_of(rank, dtype).cuda()
+        tensor = get_values(rank, dtype).cuda()
         gathered = all_gather(tensor)
         assert {received.device for received in gathered} == {tensor.device}
-        assert torch.equal(gathered[1].cpu(), values_of(1, dtype))
+        assert torch.equal(gathered[1].cpu(), get_values(1, dtype))
         broadcast(tensor, 1)
-        assert torch.equal(tensor.cpu(), values_of(1, dtype))
+        assert torch.equal(tensor.cpu(), get_values(1, dtype))
         all_reduce(tensor, "product")
-        assert torch.equal(tensor.cpu(), values_of(1, dtype) * values_of(1, dtype))
+        assert torch.equal(tensor.cpu(), get_values(1, dtype) * get_values(1, dtype))
 
 
 @pytest.mark.gpu

@@ -41,7 +41,7 @@ def train_in_fp64(run_dir: Path, *overrides: str, resume: bool = False) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def losses_of(run_dir: Path) -> list[float]:
+def get_losses(run_dir: Path) -> list[float]:
     """Return the loss of every update and the validation loss."""
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [record["loss"] for record in records]
@@ -70,7 +70,7 @@ def test_any_split_of_a_batch_gives_the_same_run(
     undivided, divided = tmp_path / "whole", tmp_path / "parts"
     train_in_fp64(undivided, *WHOLE)
     run_ranks(train_in_fp64, ranks, divided, *split)
-    assert losses_of(divided) == pytest.approx(losses_of(undivided), abs=1e-12)
+    assert get_losses(divided) == pytest.approx(get_losses(undivided), abs=1e-12)
     assert weights_apart(undivided, divided) < 1e-12
 
 
@@ -85,7 +85,7 @@ def test_validation_is_a_mean_over_characters(tmp_path: Path) -> None:
     small, large = tmp_path / "few", tmp_path / "many"
     train_in_fp64(small, "train.max_steps=1", "data.val.batch_size=7")
     train_in_fp64(large, "train.max_steps=1", "data.val.batch_size=50")
-    assert losses_of(small)[-1] == pytest.approx(losses_of(large)[-1], abs=1e-12)
+    assert get_losses(small)[-1] == pytest.approx(get_losses(large)[-1], abs=1e-12)
 
 
 def test_a_run_resumes_with_another_batch_size(

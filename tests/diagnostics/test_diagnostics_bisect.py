@@ -36,10 +36,10 @@ FULL = "ledger={full: true}"
 PARAMETERS = ("net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias", "net.5.weight")
 
 
-def step_of(sample: int) -> int:
+def get_step(sample: int) -> int:
     """Return the update that first reads a sample in a run on one rank."""
     sampler = ShardedBatchSampler(SAMPLES, 4, shuffle=True, seed=3)
-    return next(b + 1 for b in range(6) if sample in sampler.indices_of(0, b))
+    return next(b + 1 for b in range(6) if sample in sampler.get_indices(0, b))
 
 
 def fault(kind: str, step: int, where: str = "", rank: int = 0) -> str:
@@ -50,13 +50,13 @@ def fault(kind: str, step: int, where: str = "", rank: int = 0) -> str:
 DATA = "data.train.dataset"
 # An override that makes a run differ, and the reported difference.
 ALONE = [
-    (f"{DATA}.pixel=7", f"step {step_of(7)}, rank 0, data: batch.0"),
+    (f"{DATA}.pixel=7", f"step {get_step(7)}, rank 0, data: batch.0"),
     (fault("kernel", 6, "net.0"), "step 6, rank 0, forward: output of net.0"),
     (fault("weight", 11, "net.5.bias"), "step 11, rank 0, update: net.5.bias"),
     *slow(
-        (f"{DATA}.pixel=20", f"step {step_of(20)}, rank 0, data: batch.0"),
-        (f"{DATA}.label=11", f"step {step_of(11)}, rank 0, data: batch.1"),
-        (f"{DATA}.swap=[3, 9]", f"step {min(step_of(3), step_of(9))}, rank 0, data: batch.0"),
+        (f"{DATA}.pixel=20", f"step {get_step(20)}, rank 0, data: batch.0"),
+        (f"{DATA}.label=11", f"step {get_step(11)}, rank 0, data: batch.1"),
+        (f"{DATA}.swap=[3, 9]", f"step {min(get_step(3), get_step(9))}, rank 0, data: batch.0"),
         ("data.train.seed=4", "step 1, rank 0, data: sample ids"),
         ("data.train.shuffle=false", "step 1, rank 0, data: sample ids"),
         (fault("item", 9, "0"), "step 9, rank 0, data: batch.0"),

@@ -74,7 +74,7 @@ def of_parameter_server(out: str) -> None:
     assert last_number(out, "test accuracy") >= 0.95
 
 
-def of_model_server(out: str) -> None:
+def check_model_server(out: str) -> None:
     """Both evaluators load the trainer's versions."""
     for name in ("validator", "tester"):
         matches = re.findall(rf"^{name}: version (\d), accuracy (\S+)$", out, flags=re.MULTILINE)
@@ -105,7 +105,7 @@ PROGRAMS: dict[Callable[[str], None], list[str]] = {
     of_context_pool: ["context_pool.py"],
     of_replication_callback: ["replication_callback.py"],
     of_parameter_server: [*TORCHRUN, "4", "parameter_server.py"],
-    of_model_server: ["model_server.py"],
+    check_model_server: ["model_server.py"],
     of_own_loop: [*TORCHRUN, "2", "own_loop.py"],
     of_own_train_step: [*TRAIN, "--nproc", "2", "train.max_epochs=3", "--run-dir", "run"],
 }

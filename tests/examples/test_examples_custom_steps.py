@@ -68,7 +68,7 @@ def changes(name: str, updates: int, ranks: int = 1) -> list[str]:
     ]
 
 
-def updates_of(name: str) -> int:
+def get_updates(name: str) -> int:
     return 2 if name in ("gradient_penalty", "sam", "distillation", "lbfgs") else runs.COUNT
 
 
@@ -110,7 +110,7 @@ def run_alone(name: str, run: str, updates: int) -> None:
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in STEPS if name not in QUICK))])
 def test_a_step_in_one_process(name: str, folder: Path) -> None:
     """The weights equal plain PyTorch, also after a resume; every update is logged."""
-    updates = updates_of(name)
+    updates = get_updates(name)
     run_alone(name, "run", updates)
     weights, plain = weights_in(folder / "run", updates), expected(name)
     assert apart({key: weights[key] for key in plain}, plain) <= TOLERANCE[name]
@@ -127,7 +127,7 @@ def test_a_step_in_one_process(name: str, folder: Path) -> None:
 def train(name: str, folder: Path, more: list[str]) -> tuple[dict[str, Tensor], bool]:
     """Train on half of each batch; return the weights, and whether a resume gives the same."""
     gan.DigitGan.noise = runs.fixed_noise  # type: ignore[method-assign]
-    updates = updates_of(name)
+    updates = get_updates(name)
     weights_by_run = []
     with doubles():
         for run, ends in (("run", [updates]), ("part", [updates // 2, updates])):

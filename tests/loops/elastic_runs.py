@@ -24,7 +24,7 @@ from stepwrap.loops import (
     load_checkpoint,
     save_checkpoint,
 )
-from stepwrap.loops.checkpoints.weights import weights_of
+from stepwrap.loops.checkpoints.weights import get_weights
 from stepwrap.wrappers import (
     OptimWrapper,
     Preparation,
@@ -126,7 +126,7 @@ def train(
     loop.run(state, HookList([follow]))
     if stop is not None:
         save_checkpoint(folder, state)
-    weights = {n: _whole(w) for n, w in weights_of(model.module).items()}
+    weights = {n: _whole(w) for n, w in get_weights(model.module).items()}
     counters = (state.epoch, state.batch, state.iteration, state.step, state.max_steps)
     counts = (wrapper.inner_count, wrapper.max_counts)
     return {

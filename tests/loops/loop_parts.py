@@ -71,7 +71,7 @@ def make_state(
     )
 
 
-def weights_of(state: LoopState) -> dict[str, Tensor]:
+def get_weights(state: LoopState) -> dict[str, Tensor]:
     """Return a copy of the weights of the user's model."""
     model = state.model.module
     assert isinstance(model, nn.Module)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stepwrap.loops import EMAHook, LoopState
-from stepwrap.loops.checkpoints.weights import weights_of
+from stepwrap.loops.checkpoints.weights import get_weights
 from stepwrap.wrappers import (
     OptimWrapper,
     Preparation,
@@ -24,7 +24,7 @@ from stepwrap.wrappers import (
     build_mesh,
     wrap_model,
 )
-from stepwrap.wrappers.sharding.layout import as_dtensor, layout_of
+from stepwrap.wrappers.sharding.layout import as_dtensor, get_layout
 
 # The kind of parallelism and the number of ranks.
 CASES = [
@@ -96,7 +96,7 @@ def train(state: LoopState, indices: Iterable[int]) -> None:
 
 def contents(state: LoopState) -> dict[str, Tensor]:
     """Return whole weights, averages and optimizer state; every rank must call this."""
-    tensors = {f"model.{k}": v for k, v in weights_of(state.model.module).items()}
+    tensors = {f"model.{k}": v for k, v in get_weights(state.model.module).items()}
     average = state.stateful["hooks.ema"].state_dict()["model"]
     tensors |= {f"ema.{k}": v for k, v in average.items()}
     for key, values in state.optim_wrapper.state_dict()["state"].items():
@@ -117,7 +117,7 @@ def gradients(state: LoopState) -> list[Tensor | None]:
             grads.append(None)
             continue
         if not isinstance(grad, DTensor):
-            grad = as_dtensor(grad, layout_of(param))
+            grad = as_dtensor(grad, get_layout(param))
         grads.append((grad.full_tensor() if isinstance(grad, DTensor) else grad).clone())
     return grads
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loop_parts import assert_identical, make_data, make_state, weights_of
+from loop_parts import assert_identical, get_weights, make_data, make_state
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
@@ -219,7 +219,7 @@ def resume_from(folder: Path, kind: str, workers: int, **options: Any) -> list[i
         assert len(again.read) == len(hook.read) - done
         for mine, theirs in zip(again.read, hook.read[done:], strict=True):
             assert all(map(torch.equal, mine, theirs)), (kind, done)
-        assert_identical(weights_of(resumed), weights_of(state))
+        assert_identical(get_weights(resumed), get_weights(state))
     return [int(number) for inputs, *_ in hook.read for number in inputs[:, 0].round().tolist()]
 
 
@@ -247,4 +247,4 @@ def train_program(run_dir: str, kill_at: str, weights: str) -> None:
         seed=1,
     )
     runner.train(resume=True)
-    torch.save(weights_of(runner.state), weights)
+    torch.save(get_weights(runner.state), weights)

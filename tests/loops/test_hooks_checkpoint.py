@@ -15,7 +15,7 @@ from hook_runs import loader, metrics, new_state, scripted, train, weights
 from listeners import failing, on, slow
 from ranks import run_ranks
 from torch import Tensor, nn
-from work import calls_of
+from work import count_calls
 
 from stepwrap.loops import CheckpointHook, EMAHook, LogHook, NonFiniteError
 from stepwrap.loops.checkpoints.checkpoint import list_checkpoints
@@ -86,7 +86,7 @@ def test_by_updates_and_the_last_ones(
 def test_a_save_reads_each_kept_checkpoint_only_once(tmp_path: Path) -> None:
     hook = CheckpointHook(every_steps=1, every_epochs=None, keep_last=None)
     settings = {"val_loop": None}
-    num_reads = calls_of(
+    num_reads = count_calls(
         "read_meta", lambda: train(new_state(run_dir=tmp_path), [hook], **settings)
     )
     assert len(saved(tmp_path)) == 8

@@ -38,7 +38,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     terminal.text()
 
 
-def panel_of(rows: list[str]) -> list[str]:
+def get_panel(rows: list[str]) -> list[str]:
     """Return the rows of the panel on a screen without its border; empty without a panel."""
     tops = [index for index, row in enumerate(rows) if "╭" in row]
     ends = [index for index, row in enumerate(rows) if "╰" in row]
@@ -53,12 +53,12 @@ def panel_of(rows: list[str]) -> list[str]:
 
 
 def panels(screens: list[list[str]]) -> list[list[str]]:
-    return [panel for screen in screens if (panel := panel_of(screen))]
+    return [panel for screen in screens if (panel := get_panel(screen))]
 
 
 def log_of(screens: list[list[str]]) -> list[str]:
     """Return the final rows, and check that they contain no parts of a panel."""
-    assert not panel_of(screens[-1])
+    assert not get_panel(screens[-1])
     return [row for row in screens[-1] if row]
 
 
@@ -370,7 +370,9 @@ def test_a_notebook_shows_the_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         texts.append(json.loads(path.read_text())["data"]["text/plain"])
 
     train(new_state(), [ProgressHook(refresh_s=1e-6), on(90, on_update=look)], epochs=1)
-    assert re.match(r"epoch 1/1 [━╸╺]+ step 3/4 75% eta", panel_of(["", *texts[2].splitlines()])[0])
+    assert re.match(
+        r"epoch 1/1 [━╸╺]+ step 3/4 75% eta", get_panel(["", *texts[2].splitlines()])[0]
+    )
     look(new_state())
     assert texts[-1].splitlines()[-1].startswith("done: step 4/4 in 0:00:")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hook_runs import loader, new_state, train
-from hook_runs import rates as rates_of
+from hook_runs import rates as get_rates
 from listeners import stop_at
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import (
@@ -41,13 +41,13 @@ class RatesHook(Hook):
         self.logged: list[dict[str, float]] = []
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
-        self.used.append(optimizer_of(state).param_groups[0]["lr"])
+        self.used.append(get_optimizer(state).param_groups[0]["lr"])
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
         self.logged.append({k: v for k, v in record.items() if k.startswith("lr")})
 
 
-def optimizer_of(state: LoopState) -> Optimizer:
+def get_optimizer(state: LoopState) -> Optimizer:
     assert isinstance(state.optim_wrapper, OptimWrapper)
     return state.optim_wrapper.optimizer
 
@@ -60,12 +60,12 @@ def warm_up_and_cosine(optimizer: Optimizer) -> LRScheduler:
 def by_hand(make: Callable[[Optimizer], LRScheduler], steps: int, *, lr: float) -> list[float]:
     """Return the rates of `make`'s schedule for successive steps."""
     optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    return [rate for (rate,) in rates_of(optimizer, steps, make(optimizer))]
+    return [rate for (rate,) in get_rates(optimizer, steps, make(optimizer))]
 
 
 def test_by_step() -> None:
     state, rates = new_state(), RatesHook()
-    schedule = SchedulerHook([(warm_up_and_cosine(optimizer_of(state)), "step")])
+    schedule = SchedulerHook([(warm_up_and_cosine(get_optimizer(state)), "step")])
     train(state, [schedule, rates])
     assert rates.used == by_hand(warm_up_and_cosine, 8, lr=0.05)
 
@@ -78,30 +78,30 @@ def test_by_step_counts_updates_and_by_epoch_passes(
     by: str, accumulate: int, powers: list[int]
 ) -> None:
     state, rates = new_state(accumulative_counts=accumulate), RatesHook()
-    train(state, [SchedulerHook([(StepLR(optimizer_of(state), 1), by)]), rates])
+    train(state, [SchedulerHook([(StepLR(get_optimizer(state), 1), by)]), rates])
     assert rates.used == pytest.approx([0.05 * 0.1**power for power in powers])
 
 
 def test_by_epoch_in_the_iteration_loop_counts_passes_over_the_data() -> None:
     state, rates = new_state(), RatesHook()
-    schedule = SchedulerHook([(StepLR(optimizer_of(state), 1), "epoch")])
+    schedule = SchedulerHook([(StepLR(get_optimizer(state), 1), "epoch")])
     IterTrainLoop(loader(), max_steps=10).run(state, HookList([schedule, rates]))
     assert rates.used == pytest.approx([0.05] * 4 + [0.005] * 4 + [0.0005] * 2)
 
 
 def test_plateau_follows_the_metric() -> None:
     state = new_state(lr=0.0)
-    optimizer_of(state).param_groups[0]["lr"] = 1e-30
-    plateau = ReduceLROnPlateau(optimizer_of(state), patience=0, min_lr=0, eps=0)
+    get_optimizer(state).param_groups[0]["lr"] = 1e-30
+    plateau = ReduceLROnPlateau(get_optimizer(state), patience=0, min_lr=0, eps=0)
     train(state, [SchedulerHook([(plateau, "epoch")], metric="error")], epochs=3)
-    assert optimizer_of(state).param_groups[0]["lr"] == pytest.approx(1e-32)
+    assert get_optimizer(state).param_groups[0]["lr"] == pytest.approx(1e-32)
 
 
 def test_a_plateau_against_the_direction_of_its_metric_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     state = new_state()
-    plateaus = [ReduceLROnPlateau(optimizer_of(state), mode=mode) for mode in ("min", "max")]
+    plateaus = [ReduceLROnPlateau(get_optimizer(state), mode=mode) for mode in ("min", "max")]
     train(state, [SchedulerHook([(plateau, "epoch") for plateau in plateaus], metric="error")])
     message = "ReduceLROnPlateau: mode is 'max', but lower values of 'error' are better"
     assert caplog.messages == [message]
@@ -109,7 +109,7 @@ def test_a_plateau_against_the_direction_of_its_metric_is_logged(
 
 def test_plateau_needs_a_metric_that_exists() -> None:
     state = new_state()
-    plateau = ReduceLROnPlateau(optimizer_of(state))
+    plateau = ReduceLROnPlateau(get_optimizer(state))
     with pytest.raises(ValueError, match="ReduceLROnPlateau needs `metric`"):
         SchedulerHook([(plateau, "epoch")])
     with pytest.raises(ValueError, match="got 'acc'; the last evaluation computed: error"):
@@ -118,22 +118,22 @@ def test_plateau_needs_a_metric_that_exists() -> None:
 
 def test_rates_are_logged() -> None:
     state, rates = new_state(), RatesHook()
-    train(state, [SchedulerHook([(StepLR(optimizer_of(state), 4), "step")]), rates])
+    train(state, [SchedulerHook([(StepLR(get_optimizer(state), 4), "step")]), rates])
     assert [record["lr"] for record in rates.logged] == pytest.approx([0.05, 0.005, 0.005, 0.0005])
 
 
 def test_each_group_is_logged() -> None:
     state, rates = new_state(), RatesHook()
-    optimizer_of(state).add_param_group({"params": [torch.zeros(1)], "lr": 0.5})
-    train(state, [SchedulerHook([(StepLR(optimizer_of(state), 9), "step")]), rates], epochs=1)
+    get_optimizer(state).add_param_group({"params": [torch.zeros(1)], "lr": 0.5})
+    train(state, [SchedulerHook([(StepLR(get_optimizer(state), 9), "step")]), rates], epochs=1)
     assert rates.logged[0] == pytest.approx({"lr/0": 0.05, "lr/1": 0.5})
 
 
 def test_named_optimizers_and_groups_are_logged_by_name() -> None:
     state, rates = new_state(), RatesHook()
     other = SGD([{"params": [torch.zeros(1)], "name": "head"}, {"params": [torch.ones(1)]}], lr=3.0)
-    schedules = [(StepLR(optimizer_of(state), 9), "step")]
-    hook = SchedulerHook(schedules, optimizers={"net": optimizer_of(state), "other": other})
+    schedules = [(StepLR(get_optimizer(state), 9), "step")]
+    hook = SchedulerHook(schedules, optimizers={"net": get_optimizer(state), "other": other})
     train(state, [hook, rates], epochs=1)
     expected = {"lr/net": 0.05, "lr/other/head": 3.0, "lr/other/1": 3.0}
     assert rates.logged[0] == pytest.approx(expected)
@@ -162,14 +162,14 @@ def test_first_updates_that_a_scaler_skips_neither_warn_nor_shift_the_schedule(f
 def test_the_schedule_continues_after_a_resume() -> None:
     def run(epochs: int, restored: dict[str, Any] | None) -> tuple[list[float], dict[str, Any]]:
         state, rates = new_state(), RatesHook()
-        hook = SchedulerHook([(warm_up_and_cosine(optimizer_of(state)), "step")])
+        hook = SchedulerHook([(warm_up_and_cosine(get_optimizer(state)), "step")])
         if restored is not None:
             state.load_state_dict(restored["counters"])
-            optimizer_of(state).load_state_dict(restored["optimizer"])
+            get_optimizer(state).load_state_dict(restored["optimizer"])
             hook.load_state_dict(restored["hook"])
         train(state, [hook, rates], epochs=epochs)
         states = {"counters": state.state_dict(), "hook": hook.state_dict()}
-        return rates.used, {**states, "optimizer": optimizer_of(state).state_dict()}
+        return rates.used, {**states, "optimizer": get_optimizer(state).state_dict()}
 
     rates_before, saved = run(1, None)
     second, _ = run(2, saved)
@@ -177,14 +177,14 @@ def test_the_schedule_continues_after_a_resume() -> None:
 
 
 def test_another_number_of_schedulers_is_refused() -> None:
-    optimizer = optimizer_of(new_state())
+    optimizer = get_optimizer(new_state())
     hook = SchedulerHook([(StepLR(optimizer, 1), "step")])
     with pytest.raises(ValueError, match="which has 1 schedulers, got 0"):
         SchedulerHook([]).load_state_dict(hook.state_dict())
 
 
 def test_the_unit_is_checked() -> None:
-    scheduler = StepLR(optimizer_of(new_state()), 1)
+    scheduler = StepLR(get_optimizer(new_state()), 1)
     with pytest.raises(
         ValueError, match="StepLR: by must be 'batch', 'step' or 'epoch', got 'pass'"
     ):
@@ -196,7 +196,7 @@ def epochs_with_a_plateau(
 ) -> list[float]:
     """Train epochs of 4 batches with 3 batches per update; return the rates of all batches."""
     state, rates = new_state(run_dir=folder, accumulative_counts=3), RatesHook()
-    optimizer = optimizer_of(state)
+    optimizer = get_optimizer(state)
     plateau = ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.7)
     cosine = CosineAnnealingLR(optimizer, 8, eta_min=0.02)
     schedule = SchedulerHook([(cosine, "epoch"), (plateau, "epoch")], metric="error")
@@ -219,7 +219,7 @@ def test_an_epoch_schedule_with_a_plateau_resumes_exactly(tmp_path: Path, stop: 
 def test_an_extended_iteration_run_steps_once_a_pass(tmp_path: Path, max_steps: int) -> None:
     def run(folder: Path, steps: int, *, resume: bool = False) -> list[float]:
         state, rates = new_state(run_dir=folder), RatesHook()
-        schedule = SchedulerHook([(StepLR(optimizer_of(state), 1), "epoch")])
+        schedule = SchedulerHook([(StepLR(get_optimizer(state), 1), "epoch")])
         state.stateful["hooks.scheduler"] = schedule
         if resume:
             load_checkpoint(list_checkpoints(folder / "checkpoints")[0][0]).restore(state)

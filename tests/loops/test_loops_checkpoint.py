@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loop_parts import Value, assert_identical, make_loader, make_state, weights_of
+from loop_parts import Value, assert_identical, get_weights, make_loader, make_state
 from ranks import run_ranks
 from torch import nn
-from work import calls_of
+from work import count_calls
 
 from stepwrap.collectives import CollectiveError, get_rank
 from stepwrap.loops import (
@@ -56,7 +56,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     load_checkpoint(path).restore(other)
 
     assert (random.random(), np.random.rand(), torch.rand(()).item()) == draws
-    assert_identical(weights_of(other), weights_of(state))
+    assert_identical(get_weights(other), get_weights(state))
     assert other.state_dict() == state.state_dict()
     assert other.stateful["hooks.counter"].value[1] == (2.5, None)
     saved_state, loaded_state = state.optim_wrapper.state_dict(), other.optim_wrapper.state_dict()
@@ -80,7 +80,7 @@ def test_the_folder_describes_itself(tmp_path: Path) -> None:
     assert set(meta["files"]) == {"model.pt", "optim.pt", "state.pt", "rank_00000.pt"}
     assert set(os.listdir(path)) == {*meta["files"], "checkpoint.json"}
     weights = torch.load(path / "model.pt", weights_only=True)
-    assert list(weights) == list(weights_of(state))
+    assert list(weights) == list(get_weights(state))
 
 
 def test_the_folder_may_be_text(tmp_path: Path) -> None:
@@ -179,14 +179,14 @@ class Vocabulary(nn.Linear):
         self.words = state["words"]
 
 
-def state_of(net: nn.Module) -> LoopState:
+def get_state(net: nn.Module) -> LoopState:
     return LoopState(SingleDevice(net), OptimWrapper(torch.optim.SGD(net.parameters(), 0.1)))
 
 
 def vocabulary_state(words: Any) -> LoopState:
     net = Vocabulary(2, 2)
     net.words = words
-    return state_of(net)
+    return get_state(net)
 
 
 def test_the_models_extra_state_can_be_loaded_or_is_refused(tmp_path: Path) -> None:
@@ -241,11 +241,11 @@ class Buffers(nn.Linear):
 
 def test_buffers_that_are_slices_or_expanded(tmp_path: Path) -> None:
     net = Buffers()
-    path = save_checkpoint(tmp_path, state_of(net))
+    path = save_checkpoint(tmp_path, get_state(net))
     # The slices are stored, not the table.
     assert (path / "model.pt").stat().st_size < 10_000
     other = Buffers(start=5.0)
-    load_checkpoint(path).restore(state_of(other))
+    load_checkpoint(path).restore(get_state(other))
     assert_identical(other.state_dict(), net.state_dict())
 
 
@@ -258,14 +258,14 @@ class Pair(nn.Module):
 
 
 def test_one_weight_cannot_get_two_values(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, state_of(Pair(is_tied=False)))
+    path = save_checkpoint(tmp_path, get_state(Pair(is_tied=False)))
     tied = Pair(is_tied=True)
     before = tied.first.weight.clone()
     with pytest.raises(CheckpointError, match="second.weight: is the same weight as first.weight"):
         load_checkpoint(path).load_model(tied)
     assert torch.equal(tied.first.weight, before)
     # The values of one tied weight are equal.
-    path = save_checkpoint(tmp_path, state_of(tied))
+    path = save_checkpoint(tmp_path, get_state(tied))
     load_checkpoint(path).load_model(Pair(is_tied=True))
 
 
@@ -333,11 +333,11 @@ def test_a_model_that_does_not_fit_is_explained(tmp_path: Path) -> None:
             self.body = nn.Linear(2, width)
             self.add_module(head, nn.Linear(width, 1))
 
-    path = save_checkpoint(tmp_path, state_of(Net(3, "head_old")))
+    path = save_checkpoint(tmp_path, get_state(Net(3, "head_old")))
     target = Net(4, "head_new")
     before = target.body.weight.clone()
     with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(path).restore(state_of(target))
+        load_checkpoint(path).restore(get_state(target))
     text = str(caught.value)
     assert "does not fit Net" in text
     assert "body.weight: shape (3, 2) in the checkpoint, (4, 2) in the model" in text
@@ -348,7 +348,7 @@ def test_a_model_that_does_not_fit_is_explained(tmp_path: Path) -> None:
 
 def test_similar_names_are_searched_only_for_shown_lines(tmp_path: Path) -> None:
     layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(30))
-    path = save_checkpoint(tmp_path, state_of(nn.ModuleDict({"blocks": layers})))
+    path = save_checkpoint(tmp_path, get_state(nn.ModuleDict({"blocks": layers})))
     other = nn.ModuleDict({"block": layers})
     lines: list[str] = []
 
@@ -357,7 +357,7 @@ def test_similar_names_are_searched_only_for_shown_lines(tmp_path: Path) -> None
             load_checkpoint(path).load_model(other)
         lines.extend(str(caught.value).splitlines())
 
-    assert calls_of("get_close_matches", load) == 8
+    assert count_calls("get_close_matches", load) == 8
     assert "(the checkpoint has blocks.0.weight)" in lines[1]
     assert lines[-1] == "  and 52 more"
 
@@ -388,7 +388,7 @@ def test_only_the_model_can_be_loaded_into_a_bare_model(tmp_path: Path) -> None:
     state = trained()
     bare = make_state().model.module
     load_checkpoint(save_checkpoint(tmp_path, state)).load_model(bare)
-    assert_identical(dict(bare.state_dict()), weights_of(state))
+    assert_identical(dict(bare.state_dict()), get_weights(state))
 
 
 def test_reasons_are_checked(tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ def _save_on_ranks(folder: Path) -> Path:
 def _restore_on_ranks(path: Path) -> tuple[dict[str, torch.Tensor], float]:
     state = make_state()
     load_checkpoint(path).restore(state)
-    return weights_of(state), torch.rand(()).item()
+    return get_weights(state), torch.rand(()).item()
 
 
 @pytest.mark.slow
@@ -422,7 +422,7 @@ def test_checkpoints_move_between_wrappers_and_world_sizes(
     load_checkpoint(path).restore(single)
     again = run_ranks(_restore_on_ranks, 3, path)
     for weights, _ in again:
-        assert_identical(weights, weights_of(single))
+        assert_identical(weights, get_weights(single))
     draws = [draw for _, draw in again]
     expected = [torch.rand((), generator=torch.Generator().manual_seed(100 + r)) for r in (0, 1)]
     assert draws[:2] == [value.item() for value in expected]
@@ -467,7 +467,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 def test_a_file_above_the_limit_is_named(tmp_path: Path) -> None:
-    state = state_of(nn.Linear(200, 200))
+    state = get_state(nn.Linear(200, 200))
     with largest_file(50_000), pytest.raises(CheckpointError) as error:
         save_checkpoint(tmp_path, state)
     text = str(error.value)
@@ -491,7 +491,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_reported_with_the_space_that_is_needed(small_disk: Path) -> None:
-    state = state_of(nn.Linear(150, 150))
+    state = get_state(nn.Linear(150, 150))
     path = save_checkpoint(small_disk / "checkpoints", state)
     state.step = 1
     with pytest.raises(CheckpointError) as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop_parts import assert_identical, make_loader, make_state, weights_of
+from loop_parts import assert_identical, get_weights, make_loader, make_state
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -115,7 +115,7 @@ class Fail(Hook):
             optim.optimizer.register_step_pre_hook(lambda *_: self.fail("step", state))
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
-        self.before = weights_of(state)
+        self.before = get_weights(state)
         self.fail("read", state)
 
     def on_batch_end(self, state: LoopState, batch: Any, logs: Any) -> None:
@@ -147,7 +147,7 @@ def failed(
 def uninterrupted(window: int, dropout: float = 0.0) -> dict[str, Tensor]:
     state = make_state(accumulate=window, dropout=dropout)
     EpochTrainLoop(make_loader(16), max_epochs=2).run(state, HookList())
-    return weights_of(state)
+    return get_weights(state)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_batch_that_failed_is_repeated_with_its_window(
     load_checkpoint(path).restore(resumed)
     assert resumed.iteration == start
     EpochTrainLoop(make_loader(16), max_epochs=2).run(resumed, HookList())
-    assert_identical(weights_of(resumed), uninterrupted(window))
+    assert_identical(get_weights(resumed), uninterrupted(window))
 
 
 def test_a_checkpoint_after_an_error_between_two_batches_resumes_exactly(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_checkpoint_after_an_error_between_two_batches_resumes_exactly(tmp_pat
     resumed = make_state(dropout=0.5)
     load_checkpoint(tmp_path / "step_00000005").restore(resumed)
     EpochTrainLoop(make_loader(16), max_epochs=2).run(resumed, HookList())
-    assert_identical(weights_of(resumed), uninterrupted(1, dropout=0.5))
+    assert_identical(get_weights(resumed), uninterrupted(1, dropout=0.5))
 
 
 def test_a_resume_from_an_incomplete_checkpoint_abandons_later_ones(tmp_path: Path) -> None:
@@ -264,8 +264,8 @@ def _failed_window_on_ranks(folder: Path) -> dict[str, Tensor]:
     load_checkpoint(paths[0]).restore(resumed)
     assert resumed.iteration == 2
     EpochTrainLoop(make_loader(16), max_epochs=2).run(resumed, HookList())
-    assert_identical(weights_of(resumed), uninterrupted(2))
-    return weights_of(resumed)
+    assert_identical(get_weights(resumed), uninterrupted(2))
+    return get_weights(resumed)
 
 
 def test_several_ranks_repeat_the_unfinished_window(tmp_path: Path) -> None:

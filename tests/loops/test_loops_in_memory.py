@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_parts import assert_identical, make_data, make_state, weights_of
+from loop_parts import assert_identical, get_weights, make_data, make_state
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
@@ -115,7 +115,7 @@ def test_rows_are_the_indices_however_updates_are_cut(
         sampler.cut(size, micro, same_batch_count=same_count and not weighted, weighted=weighted)
         sampler.set_position(2, start)
         rows = [row.tolist() for row in sampler.rows()]
-        assert rows == [sampler.indices_of(2, index) for index in range(start, len(sampler))]
+        assert rows == [sampler.get_indices(2, index) for index in range(start, len(sampler))]
         assert rows == list(sampler)
 
 
@@ -253,7 +253,7 @@ def train(in_memory: bool) -> dict[str, Tensor]:
     val_loop = ValLoop(build_loader(make_data(7), **options), {"loss": MeanLoss()})
     state = make_state(accumulate=2, dropout=0.5)
     EpochTrainLoop(loader, max_epochs=3, val_loop=val_loop).run(state, HookList())
-    return weights_of(state) | {"loss": torch.tensor(state.metrics["loss"])}
+    return get_weights(state) | {"loss": torch.tensor(state.metrics["loss"])}
 
 
 def test_a_run_ends_with_the_same_weights() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop_parts import assert_identical, make_data, weights_of
+from loop_parts import assert_identical, get_weights, make_data
 from torch import Tensor, nn
 
 from stepwrap.loops import EpochTrainLoop, EvalSets, HookList, LoopState, ValLoop, build_loader
@@ -101,11 +101,11 @@ def test_training_uses_what_an_evaluation_made(layer: Any) -> None:
     plain, validated, evaluated = (make_run(layer) for _ in range(3))
     train_loop().run(plain, HookList())
     train_loop(val_loop()).run(validated, HookList())
-    assert_identical(weights_of(validated), weights_of(plain))
+    assert_identical(get_weights(validated), get_weights(plain))
     # With the data sets of an evaluation by themselves, before training.
     EvalSets({"a": val_loop(), "b": val_loop()}).run(evaluated, HookList())
     train_loop().run(evaluated, HookList())
-    assert_identical(weights_of(evaluated), weights_of(plain))
+    assert_identical(get_weights(evaluated), get_weights(plain))
 
 
 @pytest.mark.parametrize("layer", KEPT)

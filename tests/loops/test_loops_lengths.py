@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loop_parts import assert_identical, weights_of
+from loop_parts import assert_identical, get_weights
 from marks import slow
 from ranks import run_ranks
 from stream_parts import SaveAll
@@ -103,7 +103,7 @@ def test_the_last_window_has_the_mean_of_its_batches(
 ) -> None:
     state = make_state()
     EpochTrainLoop(Stating(batches_of_rank(), stated), max_epochs=epochs).run(state, HookList())
-    assert (weights_of(state)["net.weight"] - plain_weights(epochs)).abs().max() < 1e-14
+    assert (get_weights(state)["net.weight"] - plain_weights(epochs)).abs().max() < 1e-14
     assert state.step == -(-BATCHES * epochs // WINDOW)
     # Said once, and not in each pass.
     assert caplog.text.count("11 batches in this pass, but states") == (stated in (9, 14))
@@ -138,7 +138,7 @@ def test_a_resume_in_any_pass_is_exact(tmp_path: Path, stated: int | None) -> No
         loader = Stating(batches_of_rank(), stated)
         EpochTrainLoop(loader, max_epochs=2).run(resumed, HookList([again]))
         assert len(again.read) == 2 * BATCHES - done
-        assert_identical(weights_of(resumed), weights_of(state))
+        assert_identical(get_weights(resumed), get_weights(state))
 
 
 def test_a_wrong_length_is_not_used_after_a_resume(tmp_path: Path) -> None:

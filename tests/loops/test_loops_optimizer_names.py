@@ -25,7 +25,7 @@ from stepwrap.loops import (
     save_checkpoint,
 )
 from stepwrap.loops.checkpoints import checkpoint as format_of_checkpoints
-from stepwrap.loops.checkpoints.weights import weights_of
+from stepwrap.loops.checkpoints.weights import get_weights
 from stepwrap.wrappers import (
     AmpOptimWrapper,
     OptimWrapper,
@@ -69,7 +69,7 @@ def batch(index: int) -> list[Tensor]:
 
 
 def whole(state: LoopState) -> Weights:
-    weights = weights_of(state.model.module)
+    weights = get_weights(state.model.module)
     wholes = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in weights.items()}
     return {name: value.detach().clone() for name, value in wholes.items()}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from listeners import Records
-from loop_parts import assert_identical, make_loader, make_state, weights_of
+from loop_parts import assert_identical, get_weights, make_loader, make_state
 
 from stepwrap.loops import (
     EpochTrainLoop,
@@ -89,7 +89,7 @@ def test_an_update_may_be_left_out() -> None:
     usual = make_state(accumulate=2)
     for batch in list(make_loader(8))[:2]:
         usual.model.train_step(batch, usual.optim_wrapper)
-    assert_identical(weights_of(state), weights_of(usual))
+    assert_identical(get_weights(state), get_weights(usual))
 
 
 @pytest.mark.parametrize("value", ["good", None, {"a": 1}])
@@ -117,7 +117,7 @@ def test_gradients_from_before_the_training_do_not_enter_it(
         parameter.grad = torch.ones_like(parameter)
     for state in states:
         EpochTrainLoop(make_loader(), max_epochs=1).run(state, HookList([]))
-    assert_identical(*map(weights_of, states))
+    assert_identical(*map(get_weights, states))
     assert "4 parameters (module.net.0.weight, " in caplog.text
     assert "had gradients before the first batch" in caplog.text
 
@@ -139,7 +139,7 @@ def test_gradients_of_an_evaluation_do_not_enter_the_training() -> None:
         # A window continues in the next epoch, so that validations interrupt it.
         val_loop = ValLoop(make_loader())
         EpochTrainLoop(make_loader(), max_epochs=4, val_loop=val_loop).run(state, HookList([]))
-    assert_identical(*map(weights_of, states))
+    assert_identical(*map(get_weights, states))
 
 
 class Players(torch.nn.Module):
@@ -175,7 +175,7 @@ def test_gradients_of_another_optimizer_are_not_saved(tmp_path: Any) -> None:
 
     def train(state: LoopState, epochs: int) -> dict[str, Any]:
         EpochTrainLoop(make_loader(), max_epochs=epochs).run(state, HookList([]))
-        return weights_of(state)
+        return get_weights(state)
 
     state = make()
     train(state, 1)

@@ -15,7 +15,7 @@ def two_groups() -> SGD:
     return SGD([{"params": [param], "lr": 0.2}, {"params": [second], "lr": 0.05}])
 
 
-def rates_of(scheduler: LRScheduler, steps: int) -> list[list[float]]:
+def get_rates(scheduler: LRScheduler, steps: int) -> list[list[float]]:
     return rates(scheduler.optimizer, steps, scheduler)
 
 
@@ -25,29 +25,29 @@ def test_it_ends_at_the_lowest_rate(power: float) -> None:
         {"type": "PolyLR", "total_iters": 6, "power": power, "eta_min": 0.01},
         default_args={"optimizer": two_groups()},
     )
-    for step, group_rates in enumerate(rates_of(scheduler, 9)):
+    for step, group_rates in enumerate(get_rates(scheduler, 9)):
         share = (1 - min(step, 6) / 6) ** power
         assert group_rates == pytest.approx([(lr - 0.01) * share + 0.01 for lr in (0.2, 0.05)])
 
 
 def test_without_a_lowest_rate_it_is_torchs() -> None:
-    ours = rates_of(PolyLR(two_groups(), 6, power=0.9), 9)
-    theirs = rates_of(PolynomialLR(two_groups(), 6, power=0.9), 9)
+    ours = get_rates(PolyLR(two_groups(), 6, power=0.9), 9)
+    theirs = get_rates(PolynomialLR(two_groups(), 6, power=0.9), 9)
     assert [rate for pair in ours for rate in pair] == pytest.approx(
         [rate for pair in theirs for rate in pair], abs=1e-15
     )
 
 
 def test_it_resumes_from_its_state() -> None:
-    expected = rates_of(PolyLR(two_groups(), 6, eta_min=0.01), 8)
+    expected = get_rates(PolyLR(two_groups(), 6, eta_min=0.01), 8)
     optimizer = two_groups()
     scheduler = PolyLR(optimizer, 6, eta_min=0.01)
-    assert rates_of(scheduler, 3) == expected[:3]
+    assert get_rates(scheduler, 3) == expected[:3]
     again = two_groups()
     second = PolyLR(again, 6, eta_min=0.01)
     second.load_state_dict(scheduler.state_dict())
     again.load_state_dict(optimizer.state_dict())
-    assert rates_of(second, 5) == expected[3:]
+    assert get_rates(second, 5) == expected[3:]
 
 
 def test_a_schedule_of_no_steps() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop_parts import assert_identical, make_data, make_state, weights_of
+from loop_parts import assert_identical, get_weights, make_data, make_state
 from marks import slow
 from stream_parts import Noisy, SaveAll, resume_from
 from torch import Tensor
@@ -121,7 +121,7 @@ def train(kind: str, prefetch: bool, folder: Path | None = None) -> tuple[LoopSt
 def test_a_run_and_its_resumed_runs_end_with_the_same_weights(kind: str, tmp_path: Path) -> None:
     plain, _ = train(kind, prefetch=False)
     state, hook = train(kind, prefetch=True, folder=tmp_path)
-    assert_identical(weights_of(state), weights_of(plain))
+    assert_identical(get_weights(state), get_weights(plain))
     for done, path in hook.saved[::2]:
         resumed = make_state(accumulate=2, dropout=0.5)
         load_checkpoint(path).restore(resumed)
@@ -129,7 +129,7 @@ def test_a_run_and_its_resumed_runs_end_with_the_same_weights(kind: str, tmp_pat
         # Resume a prefetching run without prefetching, and the reverse.
         loop = EpochTrainLoop(make_loader(kind), max_epochs=2, prefetch_to_device=done % 4 == 0)
         loop.run(resumed, HookList())
-        assert_identical(weights_of(resumed), weights_of(plain))
+        assert_identical(get_weights(resumed), get_weights(plain))
         assert resumed.state_dict() == {**plain.state_dict(), "clock_s": resumed.clock_s}
 
 
@@ -151,7 +151,7 @@ def test_a_run_by_steps_resumes_inside_its_pass() -> None:
         state, loader = make_state(dropout=0.5), make_loader("in memory")
         for step in steps:
             IterTrainLoop(loader, max_steps=step, prefetch_to_device=True).run(state, HookList())
-        weights.append(weights_of(state))
+        weights.append(get_weights(state))
     assert_identical(*weights)
 
 
@@ -194,6 +194,6 @@ def test_a_run_on_the_device_ends_with_the_same_weights(in_memory: bool | str) -
         state = make_state()
         state.model.cuda()
         EpochTrainLoop(loader, max_epochs=3, prefetch_to_device=prefetch).run(state, HookList())
-        return weights_of(state)
+        return get_weights(state)
 
     assert_identical(train(True), train(False))

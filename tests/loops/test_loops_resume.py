@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from listeners import Records, on, stop_at
-from loop_parts import Recorder, assert_identical, make_data, make_state, weights_of
+from loop_parts import Recorder, assert_identical, get_weights, make_data, make_state
 from ranks import run_ranks
 from stream_parts import Noisy, SaveAll
 
@@ -54,7 +54,7 @@ def resume_everywhere(folder: Path, kind: str, workers: int) -> int:
         inside += any(p.grad is not None for p in resumed.model.parameters())
         stopped_at, again = resumed.step, Records()
         make_loop(kind, workers).run(resumed, HookList([again]))
-        assert_identical(weights_of(resumed), weights_of(state))
+        assert_identical(get_weights(resumed), get_weights(state))
         step_records = list(zip(records.steps, records.records, strict=True))
         later = [step_record for step_record in step_records if step_record[0] > stopped_at]
         assert list(zip(again.steps, again.records, strict=True)) == later
@@ -83,7 +83,7 @@ def test_resume_is_exact_with_workers(tmp_path: Path) -> None:
     load_checkpoint(hook.saved[7][1]).restore(resumed)
     assert resumed.batch
     make_loop("epochs", 2).run(resumed, HookList())
-    assert_identical(weights_of(resumed), weights_of(state))
+    assert_identical(get_weights(resumed), get_weights(state))
 
 
 def test_evaluating_more_often_does_not_change_the_training() -> None:
@@ -93,7 +93,7 @@ def test_evaluating_more_often_does_not_change_the_training() -> None:
         loop = make_loop("epochs", 0)
         loop.budget.intervals = [(0, interval)]
         loop.run(state, HookList())
-        ends.append(weights_of(state))
+        ends.append(get_weights(state))
     assert_identical(*ends)
 
 
@@ -117,7 +117,7 @@ def test_a_validation_cut_short_is_repeated_at_the_resume(tmp_path: Path, kind: 
     next_event = [event for event in recorder.events if "epoch" not in event][1]
     assert next_event == "val_start"
     assert recorder.events.count("val_end ['loss']") == 3
-    assert_identical(weights_of(resumed), weights_of(uninterrupted))
+    assert_identical(get_weights(resumed), get_weights(uninterrupted))
     assert resumed.metrics == uninterrupted.metrics
 
 
@@ -129,7 +129,7 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
     recorder = Recorder()
     make_loop("epochs", 0).run(resumed, HookList([recorder]))
     assert recorder.events == ["train_start", "train_end"]
-    assert_identical(weights_of(resumed), weights_of(state))
+    assert_identical(get_weights(resumed), get_weights(state))
 
 
 def _save_inside_an_epoch(folder: Path) -> Path:

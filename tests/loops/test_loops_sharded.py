@@ -149,7 +149,7 @@ def _inside_a_window(kind: str, folder: Path) -> tuple[Path, list[Tensor | None]
     return save_checkpoint(folder, state), gradients(state)
 
 
-def _gradients_of(kind: str, path: Path) -> list[Tensor | None]:
+def _get_gradients(kind: str, path: Path) -> list[Tensor | None]:
     state = make_run(kind, seed=5, accumulative_counts=2)
     load_checkpoint(path).restore(state)
     return gradients(state)
@@ -164,7 +164,7 @@ def test_gradients_of_a_window_at_another_size(source: str, size: int, tmp_path:
     by_data_rank = [grads for _, grads in saved[:: size // data_ranks]]
     means = [sum(grads) / data_ranks for grads in zip(*by_data_rank, strict=True)]
     for target, ranks in (("single", 1), ("tensor", 2), ("ddp x tensor", 4), ("ddp", 2)):
-        for loaded in _run(target, ranks, _gradients_of, path):
+        for loaded in _run(target, ranks, _get_gradients, path):
             for got, expected in zip(loaded, means, strict=True):
                 if (target, ranks) != (source, size):
                     torch.testing.assert_close(got, expected)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loop_parts import assert_identical, make_data, make_state, weights_of
+from loop_parts import assert_identical, get_weights, make_data, make_state
 from marks import slow
 from ranks import run_ranks
 from stream_parts import SaveAll
@@ -210,7 +210,7 @@ def _resume(folder: Path, kind: str) -> None:
         load_checkpoint(path).restore(resumed)
         EpochTrainLoop(make_loader(kind), **options).run(resumed, HookList([again]))
         assert len(again.read) == len(hook.read) - done
-        assert_identical(weights_of(resumed), weights_of(state))
+        assert_identical(get_weights(resumed), get_weights(state))
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "own loader", *slow("list", "stream")])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop_parts import assert_identical, make_data, make_loader, make_state, weights_of
+from loop_parts import assert_identical, get_weights, make_data, make_loader, make_state
 from ranks import run_ranks
 from torch import nn
 
@@ -107,7 +107,7 @@ def records_of(run_dir: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if k != "time"} for line in lines]
 
 
-def checkpoints_of(run_dir: Path) -> dict[str, Any]:
+def read_checkpoints(run_dir: Path) -> dict[str, Any]:
     """Return the content of each checkpoint without the clock."""
     contents = {}
     for file in sorted(run_dir.glob("**/*.pt")):
@@ -138,10 +138,10 @@ def assert_same_runs(tmp_path: Path, *hooks: Hook, **options: Any) -> LoopState:
     state = run(32, tmp_path / "blocks", *hooks, **options)
     # One program for each number of samples and, with accumulation, each place in a window.
     assert 0 < len(state.model.train_step.programs) <= 4
-    assert_identical(weights_of(usual), weights_of(state))
+    assert_identical(get_weights(usual), get_weights(state))
     assert records_of(tmp_path / "usual") == records_of(tmp_path / "blocks")
-    assert checkpoints_of(tmp_path / "usual")
-    assert_same(checkpoints_of(tmp_path / "usual"), checkpoints_of(tmp_path / "blocks"))
+    assert read_checkpoints(tmp_path / "usual")
+    assert_same(read_checkpoints(tmp_path / "usual"), read_checkpoints(tmp_path / "blocks"))
     return state
 
 
@@ -163,7 +163,7 @@ def test_a_run_that_is_stopped_in_a_block_resumes_exactly(tmp_path: Path) -> Non
     # It stops after the step of the batch that was being read.
     assert (stopped.step, stopped.signal) == (12, signal.SIGTERM)
     resumed = run(32, tmp_path / "parts", resumes=True)
-    assert_identical(weights_of(uninterrupted), weights_of(resumed))
+    assert_identical(get_weights(uninterrupted), get_weights(resumed))
     assert records_of(tmp_path / "whole") == records_of(tmp_path / "parts")
 
 
@@ -198,7 +198,7 @@ def test_a_step_that_is_not_compiled_gains_nothing(caplog: pytest.LogCaptureFixt
         EpochTrainLoop(make_loader(), max_epochs=2, steps_per_call=steps_per_call).run(
             state, HookList()
         )
-        weights.append(weights_of(state))
+        weights.append(get_weights(state))
     assert_identical(*weights)
     lines = [
         record.getMessage() for record in caplog.records if "steps_per_call" in record.getMessage()
@@ -220,7 +220,7 @@ def _train_on_ranks(steps_per_call: int) -> dict[str, torch.Tensor]:
     loop = EpochTrainLoop(make_loader(83), max_epochs=2, steps_per_call=steps_per_call)
     loop.run(state, HookList())
     assert state.model.train_step.programs
-    return weights_of(state)
+    return get_weights(state)
 
 
 @pytest.mark.slow

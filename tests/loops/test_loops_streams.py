@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loop_parts import assert_identical, make_data, make_state, weights_of
+from loop_parts import assert_identical, get_weights, make_data, make_state
 from marks import slow
 from ranks import run_ranks
 from stream_parts import ROWS, SAMPLES, Lines, OwnLoader, SaveAll, resume_from
@@ -26,7 +26,7 @@ from stepwrap.loops import (
     build_loader,
     load_checkpoint,
 )
-from stepwrap.loops.data.resume import with_position
+from stepwrap.loops.data.resume import make_resumable
 from stepwrap.wrappers import StepDistributedDataParallel
 
 pytestmark = [
@@ -100,7 +100,7 @@ def _train_apart(folder: Path, kind: type[Lines], uneven: bool) -> tuple[str, in
     load_checkpoint(hook.saved[1][1]).restore(resumed)
     loader = build_loader(kind(counts[dist.get_rank()], of=(0, 1)), batch_size=2)
     EpochTrainLoop(loader, max_epochs=2).run(resumed, HookList())
-    assert_identical(weights_of(resumed), weights_of(state))
+    assert_identical(get_weights(resumed), get_weights(state))
     return "", state.step, True
 
 
@@ -137,7 +137,7 @@ def test_spawned_workers_resume_within_their_round(tmp_path: Path) -> None:
     EpochTrainLoop(build_loader(Lines(), **options), max_epochs=1).run(state, HookList([hook]))
     # The third batch comes from the first worker.
     resumed = _resume(hook.saved[2][1], build_loader(Lines(), **options))
-    assert_identical(weights_of(resumed), weights_of(state))
+    assert_identical(get_weights(resumed), get_weights(state))
 
 
 def test_other_workers_inside_a_pass_are_refused(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_stream_without_a_state_is_read_up_to_the_place(
     load_checkpoint(hook.saved[3][1]).restore(resumed)
     caplog.set_level("INFO")
     EpochTrainLoop(loader, max_epochs=1).run(resumed, HookList())
-    assert_identical(weights_of(resumed), weights_of(state))
+    assert_identical(get_weights(resumed), get_weights(state))
     warning, took = (record.getMessage() for record in caplog.records)
     assert "by reading and discarding 4 batches" in warning
     assert "use a data set with state_dict() and load_state_dict() to resume at once" in warning
@@ -254,7 +254,7 @@ class Interleaved(IterableDataset[int]):
 
 
 def test_a_state_of_other_shards_names_the_setting_to_resume_with() -> None:
-    loader = with_position(DataLoader(Interleaved(), batch_size=1))
+    loader = make_resumable(DataLoader(Interleaved(), batch_size=1))
     next(iter(loader))
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match=r"shuffle\(buffer_size=1, max_buffer_input_shards=1\)"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from listeners import Records, failing, on, stop_at
-from loop_parts import Recorder, assert_identical, make_data, make_loader, make_state, weights_of
+from loop_parts import Recorder, assert_identical, get_weights, make_data, make_loader, make_state
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset
@@ -200,7 +200,7 @@ def test_same_weights_as_a_hand_written_loop(accumulate: int) -> None:
 
     EpochTrainLoop(loader, max_epochs=3).run(state, HookList())
 
-    assert_identical(weights_of(state), weights_of(plain))
+    assert_identical(get_weights(state), get_weights(plain))
     assert state.step == state.max_steps == -(-15 // accumulate)
     assert (state.epoch, state.batch, state.iteration) == (3, 0, 15)
 
@@ -366,7 +366,7 @@ def test_a_count_that_was_not_saved_is_taken_from_the_batches() -> None:
         if forgets:
             optim._inner_count = 0
         EpochTrainLoop(make_loader(12), max_epochs=1).run(state, HookList())
-        ends.append(weights_of(state))
+        ends.append(get_weights(state))
         assert optim.inner_count == 6
     assert_identical(*ends)
 
@@ -413,5 +413,5 @@ def test_windows_that_become_longer_during_the_run(loop: dict[str, int], ends: l
         torch.stack(losses).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    for name, value in weights_of(plain).items():
-        torch.testing.assert_close(weights_of(state)[name], value, rtol=0, atol=1e-6)
+    for name, value in get_weights(plain).items():
+        torch.testing.assert_close(get_weights(state)[name], value, rtol=0, atol=1e-6)

@@ -25,7 +25,7 @@ from stepwrap.loops import (
     ShardedBatchSampler,
     ValLoop,
 )
-from stepwrap.loops.checkpoints.weights import weights_of
+from stepwrap.loops.checkpoints.weights import get_weights
 from stepwrap.wrappers import OptimWrapper, SingleDevice, SupervisedModel
 
 EPOCHS = 2
@@ -106,7 +106,7 @@ def _train(
         loop = IterTrainLoop(loader, max_steps=by_steps, val_loop=val_loop, log_every_steps=2)
     loop.run(state, HookList([records]))
     full = {
-        n: getattr(w, "full_tensor", lambda w=w: w)() for n, w in weights_of(model.module).items()
+        n: getattr(w, "full_tensor", lambda w=w: w)() for n, w in get_weights(model.module).items()
     }
     return {
         "weights": full,

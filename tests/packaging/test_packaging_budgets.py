@@ -77,12 +77,12 @@ def test_no_two_files_of_the_tests_have_one_name() -> None:
     assert {name for name, times in count.items() if times > 1} == {"conftest.py"}
 
 
-def module_of(file: Path) -> tuple[str, ...]:
+def get_module(file: Path) -> tuple[str, ...]:
     names = file.relative_to(ROOT).with_suffix("").parts
     return names[:-1] if names[-1] == "__init__" else names
 
 
-MODULES = {module_of(file): file for file in FILES}
+MODULES = {get_module(file): file for file in FILES}
 
 
 def names(module: tuple[str, ...], file: Path) -> Iterator[tuple[tuple[str, ...], str]]:

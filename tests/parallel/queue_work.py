@@ -55,7 +55,7 @@ def echo(inbox: Any, back: Any) -> None:
         back.put(value)
 
 
-def modules_of(inbox: Any, back: Any) -> None:
+def get_modules(inbox: Any, back: Any) -> None:
     """Send values back, and whether torch was imported for them."""
     back.put((inbox.get(), "torch" in sys.modules, "cloudpickle" in sys.modules))
 

@@ -172,13 +172,13 @@ def test_bytes_are_loaded_in_another_process(method: str, tmp_path: Path) -> Non
     assert ended(process) == 0
 
 
-@pytest.mark.parametrize("by_descriptor", [True, False])
-def test_bytes_of_freed_memory(by_descriptor: bool) -> None:
+@pytest.mark.parametrize("share_by_descriptor", [True, False])
+def test_bytes_of_freed_memory(share_by_descriptor: bool) -> None:
     tensor = torch.zeros(3)
-    if by_descriptor:
+    if share_by_descriptor:
         tensor.share_memory_()
     data = dumps(tensor, copy_tensor=False)
-    if by_descriptor:
+    if share_by_descriptor:
         del tensor
     else:
         tensor.untyped_storage()._shared_decref()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from queue_work import descriptors, echo, ended, modules_of, put_all, served, started
+from queue_work import descriptors, echo, ended, get_modules, put_all, served, started
 
 from stepwrap.parallel import MultiP2PQueue, SimpleP2PQueue, SimpleQueue, TimeoutError
 
@@ -138,7 +138,7 @@ def test_to_and_fro(method: str) -> None:
 
 def test_torch_is_not_imported_for_other_values() -> None:
     context = multiprocessing.get_context("spawn")
-    inbox, back, process = served(context, modules_of)
+    inbox, back, process = served(context, get_modules)
     inbox.put(np.zeros(100_000))
     value, has_torch, has_cloudpickle = back.get(60)
     assert (len(value), has_torch, has_cloudpickle) == (100_000, False, False)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from work import calls_of
+from work import count_calls
 
 from stepwrap.registry import ConfigError, Registry, check_component, load_config
 
@@ -31,7 +31,9 @@ def test_the_check_of_a_class_asks_for_its_signature_a_fixed_number_of_times() -
     make("Small", 2)
     make("Large", 50)
     counts = [
-        calls_of("signature_of", lambda name=name: check_component({"type": name}, registry, "at"))
+        count_calls(
+            "get_signature", lambda name=name: check_component({"type": name}, registry, "at")
+        )
         for name in ("Small", "Large")
     ]
     assert counts[0] == counts[1]
@@ -43,4 +45,4 @@ def test_a_scope_is_found_in_one_walk_over_the_family() -> None:
     grandchild = Registry("THINGS", parent=children[0], scope="below")
     expected = [children[1], root, children[0], grandchild, *children[2:]]
     assert list(children[1].family()) == expected
-    assert calls_of("_tree", lambda: children[1].at_scope("s49")) <= 3 * len(expected)
+    assert count_calls("_tree", lambda: children[1].at_scope("s49")) <= 3 * len(expected)

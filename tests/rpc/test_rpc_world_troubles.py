@@ -20,7 +20,7 @@ from torch.futures import Future
 from worlds import error_of, raised_by, rank_without_group, run_and_expect
 
 from stepwrap.rpc import RpcError, World, get_world
-from stepwrap.rpc.world.agent import on_loopback
+from stepwrap.rpc.world.agent import listen_on_loopback
 from stepwrap.rpc.world.members import joint_step
 from stepwrap.rpc.world.store import find_place, naming_store
 
@@ -316,7 +316,7 @@ def test_invalid_environments(setting: str, monkeypatch: pytest.MonkeyPatch) -> 
 def _cannot_connect(address: str) -> None:
     meeting = find_place(address, 1, 5)
     meeting.enter(0, time.monotonic() + 5)
-    with on_loopback(meeting.is_local), joint_step(meeting, "calls", 0, {0: "w0"}):
+    with listen_on_loopback(meeting.is_local), joint_step(meeting, "calls", 0, {0: "w0"}):
         raise RuntimeError("Connection refused")
 
 

@@ -182,7 +182,7 @@ class Command:
                 continue
         return pids
 
-    def process_of(self, rank: int) -> int:
+    def get_process(self, rank: int) -> int:
         """Return the process id of a started rank."""
         launched = (pid for pid in self.left_over() if pid != self.process.pid)
         return next(

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 CONFIG = Path(__file__).parents[2] / "configs/digits_single.yaml"
 
 
-def weights_of(run_dir: Path, *changes: str) -> dict[str, torch.Tensor]:
+def get_weights(run_dir: Path, *changes: str) -> dict[str, torch.Tensor]:
     settings = ["hooks.progress=false", f"run_dir={run_dir}", "model.net.width=8", *changes]
     assert main(["train", str(CONFIG), *settings]) == 0
     path = find_checkpoint(run_dir)
@@ -30,10 +30,10 @@ def weights_of(run_dir: Path, *changes: str) -> dict[str, torch.Tensor]:
 
 def test_a_resumed_run_continues_with_the_same_numbers(tmp_path: Path) -> None:
     step = "compile={step: true, min_steps: 0}"
-    usual = weights_of(tmp_path / "usual", "train.max_epochs=2")
-    compiled = weights_of(tmp_path / "whole", step, "train.max_epochs=2")
-    weights_of(tmp_path / "parts", step, "train.max_epochs=1")
-    resumed = weights_of(tmp_path / "parts", step, "train.max_epochs=2", "resume=true")
+    usual = get_weights(tmp_path / "usual", "train.max_epochs=2")
+    compiled = get_weights(tmp_path / "whole", step, "train.max_epochs=2")
+    get_weights(tmp_path / "parts", step, "train.max_epochs=1")
+    resumed = get_weights(tmp_path / "parts", step, "train.max_epochs=2", "resume=true")
     for name, value in usual.items():
         torch.testing.assert_close(compiled[name], value, rtol=1e-4, atol=1e-5)
         assert torch.equal(compiled[name], resumed[name]), name

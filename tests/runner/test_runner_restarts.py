@@ -69,7 +69,7 @@ def test_a_kill_from_outside_restarts_all(start: Start, tmp_path: Path) -> None:
     slowly = "data.train.dataset.pause_s=0.05"
     command = start(*TRAIN, "--nproc=2", "--max-restarts=1", slowly)
     command.wait_for(tmp_path / "run", 2)
-    os.kill(command.process_of(1), signal.SIGKILL)
+    os.kill(command.get_process(1), signal.SIGKILL)
     code, _, err = command.finish()
     assert code == 0, err
     assert "; 0 of 1 restarts left" in err

@@ -123,7 +123,7 @@ def test_a_signal_to_every_process_of_a_job_saves(
     command.wait_for(tmp_path / "run", 2)
     ranks = [command.process.pid]
     if nproc > 1:
-        ranks += [command.process_of(rank) for rank in range(nproc)]
+        ranks += [command.get_process(rank) for rank in range(nproc)]
     helpers = set(command.left_over()) - set(ranks)
     # First the loaders' workers and fork servers. A run without workers would end within the 4
     # batches that they have prepared.

@@ -11,7 +11,7 @@ from programs import ended
 from torch import Tensor, nn
 
 from stepwrap.runner.command.cli import main
-from stepwrap.runner.finders.summary import summarize, with_unit
+from stepwrap.runner.finders.summary import format_quantity, summarize
 from stepwrap.wrappers import BaseModel, SupervisedModel
 
 
@@ -102,8 +102,8 @@ def test_a_batch_without_tensors_has_no_number_of_samples(
 
 
 def test_units() -> None:
-    assert with_unit(1_234_567, "FLOPs") == "1.23 MFLOPs"
-    assert with_unit(12, "FLOPs") == "12 FLOPs"
+    assert format_quantity(1_234_567, "FLOPs") == "1.23 MFLOPs"
+    assert format_quantity(12, "FLOPs") == "12 FLOPs"
 
 
 def test_the_command_fits_a_narrow_terminal(

@@ -87,14 +87,14 @@ def new_sweep(folder: Path, *, higher_is_better: bool = True) -> Sweep:
 def test_a_folder_keeps_one_sweep_and_repeats_interrupted_trials(tmp_path: Path) -> None:
     sweep = new_sweep(tmp_path)
     trial = sweep.next_trial()
-    values = sweep.values_of(trial)
+    values = sweep.get_values(trial)
     assert values["optimizer.lr"] in (0.1, [1, "a"])
     # As after a killed sweep, which records no end of its trial.
     again = new_sweep(tmp_path)
     assert again.trials == []
     again.repeat_interrupted()
     repeated = again.next_trial()
-    assert again.values_of(repeated) == values
+    assert again.get_values(repeated) == values
     assert again.run_dir(repeated) == sweep.run_dir(trial) == tmp_path / "trial_0000"
     assert again.trials == []
     assert again.run_dir(again.next_trial()) == tmp_path / "trial_0002"

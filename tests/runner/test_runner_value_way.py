@@ -29,7 +29,7 @@ class Arrived(torch.optim.SGD):
         raise ValueError(f"the rate is {lr}")
 
 
-def parts_of(value: object) -> Iterator[object]:
+def get_parts(value: object) -> Iterator[object]:
     if isinstance(value, dict):
         yield from value.values()
     elif isinstance(value, list | tuple):
@@ -45,7 +45,7 @@ def parts_of(value: object) -> Iterator[object]:
 def holds(value: object, depth: int = 0) -> bool:
     if isinstance(value, float | str):
         return str(RATE) in str(value)
-    return depth < 9 and any(holds(child, depth + 1) for child in parts_of(value))
+    return depth < 9 and any(holds(child, depth + 1) for child in get_parts(value))
 
 
 def test_a_value_passes_few_files(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,7 +130,7 @@ class Outcome:
         return self.losses <= bound and (self.recipe.is_half or self.parameters <= bound)
 
 
-def recipes_of(kind: str, model: str, dtypes: Iterable[str] = DTYPES) -> list[Recipe]:
+def get_recipes(kind: str, model: str, dtypes: Iterable[str] = DTYPES) -> list[Recipe]:
     """Yield every recipe of a row and model; recipes with weighted losses come last."""
     separate = KINDS[kind].wrapper == "separate"
     choices = itertools.product(dtypes, (1, 3), (False, True), OPTIMIZERS)

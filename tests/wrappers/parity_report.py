@@ -24,8 +24,8 @@ from parity_cells import (  # noqa: E402  # noqa: E402  # noqa: E402
     Outcome,
     filled,
     first_line,
+    get_recipes,
     load_all,
-    recipes_of,
     run_row,
     worst,
     write_references,
@@ -66,7 +66,7 @@ def main() -> int:
 def train_rows(rows: list[tuple[str, int]], folder: Path, failures: list[str]) -> list[Outcome]:
     """Run all cells of the rows; failed cells are added to `failures`."""
     recipes = {
-        kind: [recipe for model in MODELS for recipe in recipes_of(kind, model)] for kind in KINDS
+        kind: [recipe for model in MODELS for recipe in get_recipes(kind, model)] for kind in KINDS
     }
     references = folder / "references.pt"
     write_references(references, [recipe for kind, _ in rows for recipe in recipes[kind]])

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from stepwrap.wrappers.sharding.layout import as_dtensor, layout_of
+from stepwrap.wrappers.sharding.layout import as_dtensor, get_layout
 
 # FSDP2 or tensor parallelism alone.
 KINDS = ("fsdp", "tensor")
@@ -60,7 +60,7 @@ def _localise(leaf: nn.Module) -> None:
     for name, placed_param in list(leaf._parameters.items()):
         if isinstance(placed_param, DTensor):
             local = nn.Parameter(placed_param.to_local().detach())
-            local.tensor_layout = layout_of(placed_param)
+            local.tensor_layout = get_layout(placed_param)
             placed[name] = leaf._parameters[name] = local
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -85,7 +85,7 @@ def _localise(leaf: nn.Module) -> None:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole tensor of any kind; every rank must call this."""
-    layout = layout_of(tensor)
+    layout = get_layout(tensor)
     if layout.mesh is None:
         return tensor.detach().clone()
     if not isinstance(tensor, DTensor):
@@ -95,7 +95,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def whole_gradient(parameter: nn.Parameter) -> Tensor:
     """Return the whole gradient of a parameter; every rank must call this."""
-    layout = layout_of(parameter)
+    layout = get_layout(parameter)
     gradient = parameter.grad
     assert gradient is not None
     if layout.mesh is None or isinstance(gradient, DTensor):

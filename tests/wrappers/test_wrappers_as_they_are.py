@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from stepwrap.loops import TextCollator, build_loader, keep_lists
-from stepwrap.loops.predictions.rows import rows_of
+from stepwrap.loops.predictions.rows import make_rows
 from stepwrap.runner.export import export_model
 from stepwrap.wrappers import (
     BaseModel,
@@ -73,7 +73,7 @@ class Net(BaseModel):
         )
 
 
-def batch_of(kind: str, image: Tensor, label: Tensor) -> Any:
+def make_batch(kind: str, image: Tensor, label: Tensor) -> Any:
     classes = {"dict": dict, "dataclass": Fields, "BatchEncoding": transformers.BatchEncoding}
     if kind == "tuple":
         return image, label
@@ -95,7 +95,7 @@ def train_on_all_kinds(wrapper: str) -> dict[str, float]:
         model.load_state_dict(state)
         wrapper_ = wrapped(wrapper, model)
         optim = OptimWrapper(torch.optim.SGD(wrapper_.parameters(), lr=0.1))
-        batch = batch_of(kind, image, label)
+        batch = make_batch(kind, image, label)
         for _ in range(STEPS):
             losses[kind] = wrapper_.train_step(batch, optim)["loss"].item()
         assert len(wrapper_.eval().val_step(batch)) == 4
@@ -125,7 +125,7 @@ def test_predictions_take_the_id_of_a_dataclass() -> None:
     class WithId:
         id: list[str]
 
-    rows = rows_of(torch.zeros(2), WithId(["a", "b"]), 2)
+    rows = make_rows(torch.zeros(2), WithId(["a", "b"]), 2)
     assert [row["id"] for row in rows] == ["a", "b"]
 
 
@@ -216,7 +216,7 @@ def test_fields_of_predictions_have_the_documented_names() -> None:
     ):
         batch = tokens(0, kind)
         outputs = SingleDevice(model).eval().val_step(batch)
-        (row, *_) = rows_of(outputs, batch, 4)
+        (row, *_) = make_rows(outputs, batch, 4)
         assert row.keys() == names
         preds = outputs["preds"][0]
         assert torch.equal(preds, torch.from_numpy(row["logits"])[: len(preds)])
@@ -228,7 +228,7 @@ def test_an_export_has_no_labels_and_predictions_no_repeated_logits(tmp_path: Pa
     model = bert().eval()
     exported = export_model(model, tmp_path / "model.pt2", batch)
     assert exported.inputs == {"input_ids": ("batch", 8)}
-    rows = rows_of(SingleDevice(model).val_step(batch), batch, 4)
+    rows = make_rows(SingleDevice(model).val_step(batch), batch, 4)
     assert rows[0].keys() == {"logits", "target"}
 
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from stepwrap.wrappers.sharding.layout import (
     as_global,
     copy_whole_,
+    get_layout,
     has_placed_parameters,
     is_sharded,
-    layout_of,
     local_part,
     take_part,
     total_norm,
@@ -33,7 +33,7 @@ def test_every_part_has_the_reported_place(size: int, kind: str, width: int) -> 
     for (name, reference), parameter in zip(
         plain.named_parameters(), model.parameters(), strict=True
     ):
-        layout = layout_of(parameter)
+        layout = get_layout(parameter)
         local = local_part(parameter)
         assert layout.shape == tuple(reference.shape)
         assert layout.sizes == tuple(local.shape)
@@ -57,7 +57,7 @@ def test_every_part_has_the_reported_place(size: int, kind: str, width: int) -> 
 
 def test_plain_tensors() -> None:
     tensor = nn.Parameter(torch.arange(6.0).view(2, 3))
-    layout = layout_of(tensor)
+    layout = get_layout(tensor)
     assert (layout.shape, layout.offsets, layout.sizes) == ((2, 3), (0, 0), (2, 3))
     assert layout.sharded_over == ()
     assert local_part(tensor) is tensor
@@ -76,7 +76,7 @@ def test_plain_tensors() -> None:
 def test_a_part_does_not_keep_the_storage_of_the_whole() -> None:
     local = nn.Parameter(torch.zeros(2, 3))
     whole_one = torch.ones(4, 3)
-    layout = layout_of(local)
+    layout = get_layout(local)
     local.tensor_layout = type(layout)((4, 3), (2, 0), (2, 3))
     restored = take_part(whole_one, local)
     assert restored.untyped_storage().nbytes() == 2 * 3 * 4
@@ -127,7 +127,7 @@ def test_the_norm_equals_the_norm_of_whole_tensors(size: int, kind: str) -> None
             results.append([norm.item(), weights.item()])
     finally:
         module.all_reduce = real
-    distinct = {g for p in model.parameters() for g in layout_of(p).sharded_over}
+    distinct = {g for p in model.parameters() for g in get_layout(p).sharded_over}
     assert len(reduced) == 2 * 4 * len(distinct)
     for order, (norm, weights) in zip((2.0, 1.0, 3.5, math.inf), results, strict=True):
         gradients = [p.grad for p in plain.parameters()]
@@ -158,6 +158,6 @@ def test_parameters_added_later_are_seen() -> None:
     param, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([param], lr=0.1)
     assert not has_placed_parameters(optimizer)
-    second.tensor_layout = layout_of(second)
+    second.tensor_layout = get_layout(second)
     optimizer.add_param_group({"params": [second]})
     assert has_placed_parameters(optimizer)

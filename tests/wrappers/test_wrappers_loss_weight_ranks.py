@@ -16,9 +16,9 @@ from weighted_models import (
     Weighted,
     all_cells,
     difference,
+    get_micro_batches,
+    get_optimizer,
     global_batch,
-    optimizer_of,
-    pieces_of,
     run_weighted,
     split,
     train,
@@ -91,7 +91,7 @@ def _train_whole(updates: int = Weighted().updates) -> dict[str, Tensor]:
 
 def _train_by_step(step: Any) -> Any:
     wrapper = with_train_step(StepDistributedDataParallel, step)(Tagger())
-    train(wrapper, optimizer_of(wrapper, Weighted()), Weighted(), make_mesh("ddp", 2))
+    train(wrapper, get_optimizer(wrapper, Weighted()), Weighted(), make_mesh("ddp", 2))
     return wrapper
 
 
@@ -116,7 +116,7 @@ def test_steps_that_do_not_weigh_are_refused(step: Any, text: str) -> None:
 @on_ranks(1)
 def test_one_rank_may_weigh_outside_the_context() -> None:
     wrapper = with_train_step(SingleDevice, _weighs_outside)(Tagger())
-    train(wrapper, optimizer_of(wrapper, Weighted()), Weighted(), make_mesh("single", 1))
+    train(wrapper, get_optimizer(wrapper, Weighted()), Weighted(), make_mesh("single", 1))
     assert difference(whole_weights(wrapper), _train_whole()) <= 1e-12
 
 
@@ -147,7 +147,7 @@ def test_several_optimizers() -> None:
     wrapper = SeparateDistributedDataParallel(_TwoOptimizers())
     members = {"first": wrapper.module.first, "second": wrapper.module.second}
     optim_wrapper: Any = OptimWrapperDict(
-        **{name: optimizer_of(member, cell) for name, member in members.items()}
+        **{name: get_optimizer(member, cell) for name, member in members.items()}
     )
     train(wrapper, optim_wrapper, cell, mesh)
     assert difference(whole_weights(wrapper), _train_whole()) <= 1e-12
@@ -157,9 +157,9 @@ def test_several_optimizers() -> None:
 def test_under_the_wrapper_of_torch() -> None:
     mesh, cell = make_mesh("ddp", 2), Weighted()
     wrapper = nn.parallel.DistributedDataParallel(Tagger())
-    optim_wrapper = optimizer_of(wrapper, cell)
+    optim_wrapper = get_optimizer(wrapper, cell)
     for update in range(cell.updates):
-        for batch in pieces_of(cell, update, mesh):
+        for batch in get_micro_batches(cell, update, mesh):
             _own_step(wrapper, batch, optim_wrapper)
     assert difference(wrapper.module.state_dict(), _train_whole()) <= 1e-12
 
@@ -170,7 +170,7 @@ def test_ranks_that_train_separately() -> None:
     rank, cell = torch.distributed.get_rank(), Weighted(accumulate=2, updates=1)
     rank_parts = split(global_batch(0), 5, seed=0)[2 * rank : 2 * rank + 2]
     wrapper, plain = SingleDevice(Tagger()), Tagger()
-    optim_wrapper = optimizer_of(wrapper, cell)
+    optim_wrapper = get_optimizer(wrapper, cell)
     for micro_batch in rank_parts:
         wrapper.train_step(micro_batch, optim_wrapper)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
@@ -189,9 +189,9 @@ def test_ranks_with_weight_0() -> None:
     """One update has no weight on any rank, another has none on one rank."""
     cell = Weighted("mask", accumulate=1)
     wrapper = StepDistributedDataParallel(Tagger("mask", torch.float64))
-    optim_wrapper = optimizer_of(wrapper, cell)
+    optim_wrapper = get_optimizer(wrapper, cell)
     before, steps = wrapper.module.second.bias.detach().clone(), []
-    (batch,) = pieces_of(cell, 0, make_mesh("ddp", 2))[:1]
+    (batch,) = get_micro_batches(cell, 0, make_mesh("ddp", 2))[:1]
     for counts in ((), (1,)):
         optim_wrapper.batch_counts = wrapper.process_group.rank() in counts
         wrapper.train_step(batch, optim_wrapper)
@@ -231,7 +231,7 @@ LOCAL = {"type": "post_localSGD", "start_localSGD_iter": 2}
 @on_ranks(2)
 def test_hooks_that_do_not_average_are_refused(kind: Any, hook: Any, refused: str | None) -> None:
     wrapper = kind(Tagger(), comm_hook=hook)
-    optim_wrapper = optimizer_of(wrapper, Weighted())
+    optim_wrapper = get_optimizer(wrapper, Weighted())
     # The error is not raised only once.
     for _ in range(2):
         if refused is None:
@@ -249,7 +249,7 @@ def test_local_sgd_and_join_are_refused() -> None:
         OptimWrapper(optimizer, loss_weight="samples")
     wrapper = StepDistributedDataParallel(Tagger())
     with wrapper.join():
-        optim_wrapper = optimizer_of(wrapper, Weighted())
+        optim_wrapper = get_optimizer(wrapper, Weighted())
         with pytest.raises(ValueError, match=r"loss_weight cannot be combined with join\(\)"):
             optim_wrapper.optim_context(wrapper)
     with pytest.raises(ValueError, match=r"loss_weight cannot be combined with join\(\)"):
@@ -259,8 +259,8 @@ def test_local_sgd_and_join_are_refused() -> None:
 def _begin_window(folder: Path) -> None:
     mesh, cell = make_mesh("ddp", 2), Weighted()
     wrapper = StepDistributedDataParallel(Tagger())
-    optim_wrapper = optimizer_of(wrapper, cell)
-    for batch in pieces_of(cell, 0, mesh)[:2]:
+    optim_wrapper = get_optimizer(wrapper, cell)
+    for batch in get_micro_batches(cell, 0, mesh)[:2]:
         wrapper.train_step(batch, optim_wrapper)
     save_checkpoint(folder, LoopState(wrapper, optim_wrapper, iteration=2))
 
@@ -268,7 +268,7 @@ def _begin_window(folder: Path) -> None:
 def _end_window(folder: Path, world: int) -> float:
     micro_batches = split(global_batch(0), 6, seed=0)[4:]
     wrapper: Any = StepDistributedDataParallel(Tagger()) if world > 1 else SingleDevice(Tagger())
-    optim_wrapper = optimizer_of(wrapper, Weighted())
+    optim_wrapper = get_optimizer(wrapper, Weighted())
     state = LoopState(wrapper, optim_wrapper)
     path = find_checkpoint(folder)
     assert path is not None

@@ -12,7 +12,7 @@ from step_models import joined
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stepwrap.loops.checkpoints.weights import gradients_of, set_gradients
+from stepwrap.loops.checkpoints.weights import get_gradients, set_gradients
 from stepwrap.registry import MODEL_WRAPPERS
 from stepwrap.wrappers import OptimWrapper, SingleDevice, SupervisedModel, wrap_model
 from stepwrap.wrappers.optimizers.optimizer_fit import build_optimizer
@@ -160,7 +160,7 @@ def test_fused_optimizers_load_their_state_into_another_layout(kind: str, change
 def test_the_gradients_of_a_window_are_restored_in_the_current_layout() -> None:
     saved, model = convolutions(), convolutions()
     saved.net(images(0)[0][0]).sum().backward()
-    gradients = gradients_of(saved)
+    gradients = get_gradients(saved)
     to_channels_last(model)
     set_gradients(model, gradients)
     for name, parameter in model.named_parameters():

@@ -247,14 +247,14 @@ class Encoder(nn.Module):
         self.head = nn.Linear(2, 2)
 
 
-def rates_of(model: nn.Module, **paramwise: Any) -> dict[str, float]:
+def get_rates(model: nn.Module, **paramwise: Any) -> dict[str, float]:
     groups = grouped(model, **paramwise)
     by_id = {id(param): group["lr"] for group in groups for param in group["params"]}
     return {name: by_id[id(param)] for name, param in model.named_parameters()}
 
 
 def test_the_learning_rate_decays_by_layer() -> None:
-    rates = rates_of(Encoder(), layer_decay=0.5, layers=["blocks.*"])
+    rates = get_rates(Encoder(), layer_decay=0.5, layers=["blocks.*"])
     for name, rate in rates.items():
         components = name.split(".")
         above = 11 - int(components[1]) if components[0] == "blocks" else 0
@@ -262,7 +262,7 @@ def test_the_learning_rate_decays_by_layer() -> None:
         assert rate == 0.5**above, name
 
     # Layers that are listed one by one; the last one has the full rate.
-    rates = rates_of(Encoder(), layer_decay=0.5, layers=["embed", "blocks.[0-9]", "head"])
+    rates = get_rates(Encoder(), layer_decay=0.5, layers=["embed", "blocks.[0-9]", "head"])
     assert rates["head.bias"] == 1.0
     # Parameters between layers belong to the layer before them.
     assert rates["norm.bias"] == rates["blocks.10.0.bias"] == rates["blocks.9.0.bias"] == 0.5
@@ -378,7 +378,7 @@ GROUPS = [
 ]
 
 
-def groups_of(model: nn.Module) -> list[tuple[str, float, float, int]]:
+def get_groups(model: nn.Module) -> list[tuple[str, float, float, int]]:
     groups = grouped(
         model, custom_keys={"net.2.*": {"lr_mult": 3}}, norm_decay_mult=0, flat_decay_mult=0.5
     )
@@ -408,7 +408,7 @@ def test_groups_are_the_same_under_all_wrappers_and_on_all_ranks() -> None:
         net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
         model = SupervisedModel(net, nn.MSELoss())
         models.append(wrap_model(wrapper, model, mesh=build_mesh(axes), prepare=prepare))
-    assert [groups_of(model) for model in models] == [GROUPS] * 7
+    assert [get_groups(model) for model in models] == [GROUPS] * 7
     layered = {"layer_decay": 0.5, "layers": ["net.[01]"]}
     rates = [[(g["name"], g["lr"]) for g in grouped(model, **layered)] for model in models]
     assert rates == [[("net.0", 0.25), ("net.1", 0.5), ("output", 1.0)]] * 7
@@ -416,7 +416,7 @@ def test_groups_are_the_same_under_all_wrappers_and_on_all_ranks() -> None:
 
 def test_groups_are_the_same_over_copies_on_devices() -> None:
     model = StepDataParallel(SupervisedModel(small_net(), nn.MSELoss()), ["cpu", "cpu"])
-    assert groups_of(model) == GROUPS
+    assert get_groups(model) == GROUPS
 
 
 SETTINGS = {"lr": 0.01, "weight_decay": 0.1}

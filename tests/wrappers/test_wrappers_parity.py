@@ -68,7 +68,7 @@ RECIPES += [
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("parity") / "references.pt"
-    write_references(path, [recipe for kind, _ in ROWS for recipe in recipes_of(kind)])
+    write_references(path, [recipe for kind, _ in ROWS for recipe in get_recipes(kind)])
     return path
 
 
@@ -78,7 +78,7 @@ def saved() -> dict[str, list[Outcome]]:
     return {}
 
 
-def recipes_of(kind: str) -> list[Recipe]:
+def get_recipes(kind: str) -> list[Recipe]:
     separate = KINDS[kind].wrapper == "separate"
     return [replace(recipe, separate=separate) for recipe in RECIPES]
 
@@ -92,7 +92,7 @@ def test_training_equals_plain_pytorch(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     checkpoints = tmp_path_factory.mktemp("checkpoints")
-    cells = run_row(kind, world, recipes_of(kind), references, checkpoints, timeout_s=120)
+    cells = run_row(kind, world, get_recipes(kind), references, checkpoints, timeout_s=120)
     saved[f"{kind} {world}"] = cells
     far = [f"{cell.recipe}: {cell.parameters:.1e}, loss {cell.losses:.1e}" for cell in cells]
     assert [text for text, cell in zip(far, cells, strict=True) if not cell.is_within] == []

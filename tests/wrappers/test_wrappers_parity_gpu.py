@@ -45,11 +45,11 @@ def _group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("parity") / "references.pt"
-    write_references(path, [recipe for kind in ROWS for recipe in recipes_of(kind)], "cuda")
+    write_references(path, [recipe for kind in ROWS for recipe in get_recipes(kind)], "cuda")
     return path
 
 
-def recipes_of(kind: str) -> list[Recipe]:
+def get_recipes(kind: str) -> list[Recipe]:
     separate = KINDS[kind].wrapper == "separate"
     return [replace(recipe, separate=separate) for recipe in RECIPES]
 
@@ -62,7 +62,7 @@ def far(cells: list[Outcome]) -> list[str]:
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_training_equals_plain_pytorch(kind: str, references: Path, tmp_path: Path) -> None:
-    cells = run_cells(kind, recipes_of(kind), references, tmp_path, "cuda")
+    cells = run_cells(kind, get_recipes(kind), references, tmp_path, "cuda")
     assert far(cells) == []
     # The two replicas of dp are on one device; the other wrappers load its checkpoint.
     for cell in cells:
@@ -76,5 +76,5 @@ def test_training_equals_plain_pytorch(kind: str, references: Path, tmp_path: Pa
 @pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
 @pytest.mark.parametrize("offload", [True, {"pin_memory": False}])
 def test_parameters_on_the_host(kind: str, offload: Any, references: Path) -> None:
-    recipes = [recipe for recipe in recipes_of(kind) if not recipe.is_half]
+    recipes = [recipe for recipe in get_recipes(kind) if not recipe.is_half]
     assert far(run_cells(kind, recipes, references, device="cuda", cpu_offload=offload)) == []

@@ -20,7 +20,7 @@ from stepwrap.wrappers.optimizers.post_local_sgd import PostLocalSGDOptimizer
 from stepwrap.wrappers.optimizers.post_local_sgd import (
     TorchZeroRedundancyOptimizer as ZeroRedundancyOptimizer,
 )
-from stepwrap.wrappers.sharding.layout import is_sharded, layout_of, local_part
+from stepwrap.wrappers.sharding.layout import get_layout, is_sharded, local_part
 
 
 def _twins(kind: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
@@ -157,7 +157,7 @@ def test_a_plain_state_loads_into_shards(size: int, kind: str, optim: str) -> No
     # torch's load_state_dict keeps references to the tensors.
     saved = deepcopy(reference.state_dict())
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
-        local_part(mine).data.copy_(other[layout_of(mine).slices])
+        local_part(mine).data.copy_(other[get_layout(mine).slices])
     for state in (saved, {**saved, "state": _readable(saved["state"])}):
         wrapper = _wrapper(model, optim)
         wrapper.load_state_dict(deepcopy(state))
@@ -170,7 +170,7 @@ def test_a_plain_state_loads_into_shards(size: int, kind: str, optim: str) -> No
             for name, value in values.items():
                 mine = again["state"][key][name]
                 assert isinstance(mine, DTensor) == (
-                    layout_of(list(model.parameters())[key]).mesh is not None and value.ndim > 0
+                    get_layout(list(model.parameters())[key]).mesh is not None and value.ndim > 0
                 )
                 torch.testing.assert_close(whole(mine), value, rtol=0, atol=0)
     _steps(plain, reference, range(2, 4))

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from stepwrap.wrappers import StepFullyShardedDataParallel
-from stepwrap.wrappers.fsdp.torch_internals import CHECKED, groups_of, whole_of
+from stepwrap.wrappers.fsdp.torch_internals import CHECKED, get_groups, get_unsharded
 
 CHANGED = (
     f"torch has changed the state of FSDP2 since {CHECKED}: look at what "
@@ -35,9 +35,9 @@ def test_the_state_of_torch_is_as_it_was() -> None:
         model(*own_batches(0, torch.float64)[0], mode="loss")["loss"].backward()
     context = model.module._get_fsdp_state()._state_ctx
     units = [module for module in model.module.modules() if isinstance(module, FSDPModule)]
-    groups = [group for unit in units for group in groups_of(unit)]
+    groups = [group for unit in units for group in get_groups(unit)]
     params: list[Any] = [param for group in groups for param in group.fsdp_params]
-    unsharded: list[Any] = [whole_of(param) for param in params]
+    unsharded: list[Any] = [get_unsharded(param) for param in params]
     dtypes = {getattr(group, "_orig_dtype", None) for group in groups}
     cast = {vars(param).get("unsharded_accumulated_grad", "gone") for param in params}
     assert planted == set(), CHANGED
@@ -64,7 +64,7 @@ def _without(owner: Any, name: str) -> Iterator[None]:
 @on_ranks(2)
 def test_a_changed_torch_is_refused() -> None:
     unit = next(module for module in _model().module.modules() if isinstance(module, FSDPModule))
-    group = type(groups_of(unit)[0])
+    group = type(get_groups(unit)[0])
     for owner, name in (
         (group, "_init_mp_dtypes"),
         (group, "is_unsharded"),

@@ -161,7 +161,7 @@ def run_weighted(kind: str, cells: list[Weighted], device: str = "cpu") -> list[
     distances = []
     for cell in cells:
         wrapper = wrapped(kind, Tagger(cell.counted, cell.weights_dtype), mesh, device)
-        losses = train(wrapper, optimizer_of(wrapper, cell), cell, mesh)
+        losses = train(wrapper, get_optimizer(wrapper, cell), cell, mesh)
         weights, plain = train_whole(cell.counted, cell.updates, cell.weights_dtype, clip=cell.clip)
         largest = max(abs(a - b) for a, b in zip(losses, plain, strict=True))
         distances.append(Apart(cell, difference(whole_weights(wrapper), weights), largest))
@@ -181,7 +181,7 @@ def wrapped(kind: str, model: nn.Module, mesh: Any, device: str = "cpu", **optio
     return wrap_model(MODEL_WRAPPERS.get(row.wrapper), model, device=device, **options)
 
 
-def optimizer_of(wrapper: nn.Module, cell: Weighted) -> OptimWrapper:
+def get_optimizer(wrapper: nn.Module, cell: Weighted) -> OptimWrapper:
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.5, momentum=0.9)
     clip = CLIP if cell.clip else None
     setting = SETTINGS[cell.counted]
@@ -191,7 +191,7 @@ def optimizer_of(wrapper: nn.Module, cell: Weighted) -> OptimWrapper:
     return AmpOptimWrapper(optimizer, cell.accumulate, clip, loss_weight=setting, **half)
 
 
-def pieces_of(cell: Weighted, update: int, mesh: Any) -> list[Batch]:
+def get_micro_batches(cell: Weighted, update: int, mesh: Any) -> list[Batch]:
     batch = global_batch(update, cell.weights_dtype)
     micro_batches = split(batch, cell.accumulate * mesh.data_size, seed=update)
     return micro_batches[mesh.data_rank :: mesh.data_size]
@@ -202,7 +202,7 @@ def train(wrapper: Any, optim_wrapper: OptimWrapper, cell: Weighted, mesh: Any) 
     losses = []
     for update in range(cell.updates):
         sums = torch.zeros(2, dtype=torch.float64)
-        for batch in pieces_of(cell, update, mesh):
+        for batch in get_micro_batches(cell, update, mesh):
             loss = wrapper.train_step(batch, optim_wrapper)["loss"]
             weight = float(optim_wrapper.last_weight)  # type: ignore[arg-type]
             # The mean of nothing is NaN.

@@ -249,7 +249,7 @@ class Chunk(NamedTuple):
     bias: Tensor | None
 
     @property
-    def in_graph(self) -> bool:
+    def is_in_graph(self) -> bool:
         """Whether a tensor of the chunk requires a gradient."""
         tensors = (self.x, self.weight, self.bias)
         return any(tensor.requires_grad for tensor in tensors if tensor is not None)
@@ -276,13 +276,13 @@ def connect(options: BackwardOptions, chunks: Sequence[Chunk]) -> list[Tensor]:
     deadlock, because they all run in one thread.
     """
     outputs = [chunk.output for chunk in chunks]
-    if not any(chunk.in_graph for chunk in chunks):
+    if not any(chunk.is_in_graph for chunk in chunks):
         return outputs
     tensors = [tensor for chunk in chunks for tensor in (chunk.x, chunk.weight, chunk.bias)]
     with torch.enable_grad():
         results: tuple[Tensor, ...] = _Joint.apply(options, outputs, *tensors)  # type: ignore[no-untyped-call]
     pairs = zip(chunks, results, strict=True)
-    return [result if chunk.in_graph else result.detach() for chunk, result in pairs]
+    return [result if chunk.is_in_graph else result.detach() for chunk, result in pairs]
 
 
 class _Joint(Function):

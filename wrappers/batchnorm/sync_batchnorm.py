@@ -188,7 +188,7 @@ class SynchronizedBatchNorm(_BatchNorm):
             # The other ranks wait for this rank, so it sends them a message with a flag.
             _merge_ranks(self, no_moments(self.num_features, x.device), _FAILED, number, error)
             raise
-        flags = chunk.in_graph * _IN_GRAPH + chunk.x.requires_grad * _INPUT_NEEDS_GRAD
+        flags = chunk.is_in_graph * _IN_GRAPH + chunk.x.requires_grad * _INPUT_NEEDS_GRAD
         merged, input_needs_grad = _merge_ranks(self, local_moments, flags, number)
         stats = self._statistics(merged)
         self._update_running_stats(stats)

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from ...registry import is_users_file
-from ..steps.preprocess import as_call, device_of
+from ..steps.preprocess import as_call, get_device
 from ..steps.step import parse_losses
 from .errors import NotCompilableError, first_line
 
@@ -64,7 +64,7 @@ def step_losses(model: Any, batch: Any) -> tuple[Tensor, dict[str, Any]]:
     args, kwargs = as_call(batch)
     losses = model(*args, **kwargs, mode="loss")
     # The usual step sums the losses outside of autocast.
-    with torch.autocast(device_of(model).type, enabled=False):
+    with torch.autocast(get_device(model).type, enabled=False):
         return getattr(model, "parse_losses", parse_losses)(losses)
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, distributed
 from torch.fx import Interpreter
 
-from ..sharding.layout import parameters_of
+from ..sharding.layout import get_parameters
 from ..sharding.mesh import broadcast_from_first_rank
-from ..steps.preprocess import as_call, device_of
+from ..steps.preprocess import as_call, get_device
 from ..steps.step import parse_losses
 from .capture import Captured, batch_reader, capture, tensors_in
 from .contract import Contract, share_memory
@@ -64,7 +64,7 @@ class StepVariant:
         model: Any = wrapper.module
         self._model, self._optimizer = model, optim_wrapper.optimizer
         self._clip, self._compiler = optim_wrapper.clip, compiler
-        self._plan, self._group, self._device = plan, wrapper.data_group, device_of(model)
+        self._plan, self._group, self._device = plan, wrapper.data_group, get_device(model)
         captured = capture(model, batch)
         self._pick = batch_reader([where for kind, where in captured.reads if kind == "batch"])
         self._names = [*captured.logs]
@@ -351,11 +351,11 @@ def step_in_eager_mode(wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str
     model = wrapper.module
     args, kwargs = as_call(batch)
     losses = model(*args, **kwargs, mode="loss")
-    with torch.autocast(device_of(model).type, enabled=False):
+    with torch.autocast(get_device(model).type, enabled=False):
         total, logs = getattr(model, "parse_losses", parse_losses)(losses)
         optim_wrapper.backward(optim_wrapper.scale_loss(total))
         if optim_wrapper.should_update():
-            _average(parameters_of(optim_wrapper.optimizer), wrapper.data_group)
+            _average(get_parameters(optim_wrapper.optimizer), wrapper.data_group)
             optim_wrapper.step()
             optim_wrapper.zero_grad()
     return detached(logs)

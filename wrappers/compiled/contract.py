@@ -272,7 +272,7 @@ def _hook_dicts(wrapper: nn.Module, optimizer: Optimizer) -> list[Any]:
     ]
 
 
-def obstacles_of(optimizer: Any, allow_custom: bool) -> Iterable[str]:
+def find_obstacles(optimizer: Any, allow_custom: bool) -> Iterable[str]:
     """Yield why updates of an optimizer cannot be part of a program."""
     kind = type(optimizer)
     step: Callable[..., Any] | None = vars(optimizer).get("step")

@@ -25,11 +25,11 @@ from ..optimizers.optim_state import has_sharded_state
 from ..optimizers.windows import WeightedWindow
 from ..sharding.layout import is_dtensor
 from ..sharding.mesh import broadcast_from_first_rank
-from ..steps.preprocess import as_call, device_of
+from ..steps.preprocess import as_call, get_device
 from ..steps.step import MODULE_HOOKS, SingleDevice, only_moves, parse_losses
 from ..steps.step_checks import has_custom_step
 from .compiled import StepVariant, detached, shared_buffers, step_in_eager_mode
-from .contract import obstacles_of
+from .contract import find_obstacles
 from .errors import NotCompilableError, NotReadyError, first_line
 from .program import Compiler
 from .trace import GradientPlan
@@ -150,7 +150,7 @@ class CompiledStep:
             self.programs.clear()
             self._optim_wrapper = optim_wrapper
             self._num_optim_wrappers += 1
-            self._left, self._device_type = 0, device_of(self._wrapper.module).type
+            self._left, self._device_type = 0, get_device(self._wrapper.module).type
             self._is_autocast = torch.is_autocast_enabled(self._device_type)
             if (reason := self._obstacle() or self._why_too_short()) is not None:
                 self._is_off = True
@@ -233,7 +233,7 @@ class CompiledStep:
             self._outdated += any(program.is_outdated(plan, batch) for program in self.programs[:1])
             if self._outdated > 1:
                 raise NotCompilableError(_SETTINGS_CHANGE)
-            with self._clock.compiling(device_of(self._wrapper.module)):
+            with self._clock.compiling(get_device(self._wrapper.module)):
                 compiler = Compiler(self._backend, self._clock.announce)
                 variant = StepVariant(self._wrapper, self._optim_wrapper, plan, batch, compiler)
             self.programs.insert(0, variant)
@@ -374,14 +374,14 @@ def _obstacles(wrapper: Any, optim_wrapper: Any, allow_custom: bool) -> Iterator
         attribute for attribute in vars(optim_wrapper) if callable(getattr(kind, attribute, None))
     ]:
         yield f"methods of the {name} have been replaced: {', '.join(patched)}"
-    yield from _of_optimizer(optim_wrapper)
-    yield from obstacles_of(optim_wrapper.optimizer, allow_custom)
-    yield from _of_model(wrapper.module)
+    yield from _optimizer_obstacles(optim_wrapper)
+    yield from find_obstacles(optim_wrapper.optimizer, allow_custom)
+    yield from _model_obstacles(wrapper.module)
     if isinstance(wrapper, StepDistributedDataParallel):
-        yield from _of_ddp(wrapper)
+        yield from _ddp_obstacles(wrapper)
 
 
-def _of_optimizer(optim_wrapper: OptimWrapper) -> Iterator[str]:
+def _optimizer_obstacles(optim_wrapper: OptimWrapper) -> Iterator[str]:
     optimizer: Any = optim_wrapper.optimizer
     kind = type(optimizer).__name__
     if optim_wrapper.needs_closure:
@@ -392,7 +392,7 @@ def _of_optimizer(optim_wrapper: OptimWrapper) -> Iterator[str]:
         yield f"{kind} exchanges data other than gradients between the ranks"
 
 
-def _of_model(model: nn.Module) -> Iterator[str]:
+def _model_obstacles(model: nn.Module) -> Iterator[str]:
     for name, child in model.named_modules():
         if any(getattr(child, hooks) for hooks in MODULE_HOOKS):
             yield f"{name or 'the model'} has hooks"
@@ -409,9 +409,9 @@ def _of_model(model: nn.Module) -> Iterator[str]:
             yield f"{name} has hooks"
 
 
-def _of_ddp(wrapper: Any) -> Iterator[str]:
+def _ddp_obstacles(wrapper: Any) -> Iterator[str]:
     """Yield the options of DDP that prevent compiling."""
-    if device_of(wrapper.module).type != "cpu":
+    if get_device(wrapper.module).type != "cpu":
         yield "on GPUs ddp averages gradients during the backward, which a compiled step cannot do"
     for option in ("find_unused_parameters", "static_graph", "parameters_to_ignore"):
         if getattr(wrapper, option):

@@ -13,7 +13,7 @@ from torch import nn
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import apply_sync_batchnorm
 from ..sharding.mesh import require_process_group
-from ..steps.preprocess import device_of
+from ..steps.preprocess import get_device
 from ..steps.step import Steps, overrides_train_step
 from ..steps.step_checks import LayoutWatch, ThawWatch
 from .distributed import REPLACED, StepDistributedDataParallel
@@ -80,7 +80,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         module = apply_sync_batchnorm(module, sync_batchnorm, group)
         ddp_kwargs["broadcast_buffers"] = broadcast_buffers
         ddp_kwargs["find_unused_parameters"] = find_unused_parameters
-        device = device_of(module)
+        device = get_device(module)
         # Also watches frozen children, which get no wrapper.
         thawed = ThawWatch(type(self).__name__, module, (), group)
         # Keyed by child, because a child may have several names.

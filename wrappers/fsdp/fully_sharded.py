@@ -211,7 +211,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
             is_root = self._roots[0].module is self.module
             with ExitStack() as stack:
                 for root in self._roots:
-                    stack.enter_context(root.in_use(gather=not is_root))
+                    stack.enter_context(root.is_in_use(gather=not is_root))
                 return call_as_forward(self.module, step, data) if is_root else step(data)
 
     @contextmanager

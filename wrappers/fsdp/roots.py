@@ -16,7 +16,8 @@ from ..torch_functions import refuse_double_backward, uncompiled
 from .torch_internals import (
     check_torch,
     drop_gradients,
-    groups_of,
+    get_groups,
+    get_unsharded,
     init_dtypes,
     is_interrupted,
     is_running,
@@ -24,7 +25,6 @@ from .torch_internals import (
     reset,
     use_local_shard,
     whole_flags,
-    whole_of,
 )
 
 
@@ -49,14 +49,14 @@ class Root:
         for unit in self.units:
             check_torch(unit)
             unit.register_forward_hook(_refuse_double_backward)
-        self._groups = [group for unit in self.units for group in groups_of(unit)]
+        self._groups = [group for unit in self.units for group in get_groups(unit)]
         self._params = [fsdp_param for group in self._groups for fsdp_param in group.fsdp_params]
         self._known = _shard_flags(self._params)
         self._shards = local_shards(self._params)
         # Whether `no_sync` is active, and whether FSDP2 has already been set accordingly.
         self._skips_sync = self._module_skips_sync = False
         self._gathered_once = False
-        # Numbers of active `in_use` contexts and of active forwards.
+        # Numbers of active `is_in_use` contexts and of active forwards.
         self._num_uses = self._depth = 0
         fsdp_roots.add(self)
         # Must run before torch's hook, which gathers the parameters.
@@ -73,7 +73,7 @@ class Root:
             self._skips_sync = before
 
     @contextmanager
-    def in_use(self, *, gather: bool) -> Iterator[None]:
+    def is_in_use(self, *, gather: bool) -> Iterator[None]:
         """Allow code in this context to use parameters outside of a forward.
 
         Args:
@@ -121,7 +121,7 @@ class Root:
 
     def gathered(self, parameters: Iterable[Tensor]) -> Tensor | None:
         """Return the first of ``parameters`` that is a gathered parameter and not a shard."""
-        unsharded_ids = {id(whole_of(fsdp_param)) for fsdp_param in self._params}
+        unsharded_ids = {id(get_unsharded(fsdp_param)) for fsdp_param in self._params}
         return next((param for param in parameters if id(param) in unsharded_ids), None)
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
@@ -177,7 +177,7 @@ class Root:
             )
             shards = _shard_flags(self._params)
             for fsdp_param, flag in zip(self._params, shards, strict=True):
-                _set_flag(whole_of(fsdp_param), flag)
+                _set_flag(get_unsharded(fsdp_param), flag)
             init_dtypes(self._groups)
         self._known = shards
 

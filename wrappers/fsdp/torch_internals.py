@@ -58,7 +58,7 @@ def _used(unit: Any) -> Iterable[tuple[Any, tuple[str, ...]]]:
             yield getattr(one, "sharded_param", None), ("_local_tensor",)
 
 
-def groups_of(unit: Any) -> list[Any]:
+def get_groups(unit: Any) -> list[Any]:
     """Return torch's groups of parameters of ``unit`` that are gathered together."""
     groups = _groups_in(unit._get_fsdp_state())
     assert groups is not None
@@ -88,7 +88,7 @@ def use_local_shard(parameter: Any) -> None:
     parameter.reset_sharded_param()
 
 
-def whole_of(parameter: Any) -> Tensor | None:
+def get_unsharded(parameter: Any) -> Tensor | None:
     """Return the whole parameter; None before the first forward."""
     unsharded: Tensor | None = getattr(parameter, "_unsharded_param", None)
     return unsharded
@@ -101,7 +101,7 @@ def whole_flags(parameters: Collection[Any], shards: Iterable[bool]) -> list[boo
         return [fsdp_param._unsharded_param.requires_grad for fsdp_param in parameters]
     except AttributeError:
         pairs = (
-            (whole_of(fsdp_param), flag)
+            (get_unsharded(fsdp_param), flag)
             for fsdp_param, flag in zip(parameters, shards, strict=True)
         )
         return [flag if param is None else param.requires_grad for param, flag in pairs]
@@ -115,7 +115,7 @@ def drop_gradients(group: Any, chosen: Collection[int] | None = None) -> None:
     """
     dropped = 0
     for fsdp_param in group.fsdp_params:
-        unsharded = whole_of(fsdp_param)
+        unsharded = get_unsharded(fsdp_param)
         if chosen is None or id(fsdp_param.sharded_param) in chosen or id(unsharded) in chosen:
             dropped += 1
             if "unsharded_accumulated_grad" in vars(fsdp_param):
@@ -139,21 +139,21 @@ def init_dtypes(groups: Iterable[Any]) -> None:
             group._init_mp_dtypes()
 
 
-def in_backward() -> bool:
+def is_in_backward() -> bool:
     """Return whether this thread runs a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def is_running(root: Any) -> bool:
     """Return whether a forward or backward is using the whole parameters of ``root``."""
-    return in_backward() or root._get_fsdp_state()._state_ctx.iter_forward_root is not None
+    return is_in_backward() or root._get_fsdp_state()._state_ctx.iter_forward_root is not None
 
 
 def is_interrupted(root: Any) -> bool:
     """Return whether the last forward or backward of ``root`` raised; do not call it inside one."""
     context = root._get_fsdp_state()._state_ctx
     started = context.iter_forward_root is not None or context.post_backward_final_callback_queued
-    return bool(started) and not in_backward()
+    return bool(started) and not is_in_backward()
 
 
 def reset(root: Any) -> None:

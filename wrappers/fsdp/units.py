@@ -111,7 +111,7 @@ def _description(
 
 def _set_prefetch(module: Any, units: dict[str, nn.Module], depth: tuple[int, int]) -> None:
     forward: list[Any] = [module, *units.values()]
-    backward: list[Any] = [module, *(units[path] for path in in_backward_order(units))]
+    backward: list[Any] = [module, *(units[path] for path in sort_for_backward(units))]
     for at in range(len(units)):
         if depth[0]:
             forward[at].set_modules_to_forward_prefetch(forward[at + 1 :][: depth[0]])
@@ -128,7 +128,7 @@ def find_units(
     whose parameters are used without calling it. They are gathered with the unit that contains
     them.
     """
-    by_policy = options.policy and _by_policy(model, options.policy)
+    by_policy = options.policy and _find_by_policy(model, options.policy)
     blocks = find_blocks(model, options.blocks) if by_policy is None else by_policy
     blocks.pop("", None)
     owners: dict[nn.Parameter, set[nn.Module]] = {}
@@ -230,7 +230,7 @@ def check_shapes(model: nn.Module, ignored: set[nn.Parameter]) -> None:
             )
 
 
-def _by_policy(model: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
+def _find_by_policy(model: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
     """Return the blocks that a wrapping policy of torch selects, from the leaves upwards."""
     chosen: set[int] = set()
 
@@ -329,7 +329,7 @@ def _own_modules(root: nn.Module, units: set[nn.Module]) -> Iterable[nn.Module]:
             yield from _own_modules(child, units)
 
 
-def in_backward_order(units: Iterable[str]) -> list[str]:
+def sort_for_backward(units: Iterable[str]) -> list[str]:
     """Sort paths in module order by backward order: the block whose forward ends last is first."""
     ended: list[str] = []
     running: list[str] = []

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...registry import OPTIM_WRAPPERS, nearest
-from ..sharding.layout import has_placed_parameters, parameters_of
+from ..sharding.layout import get_parameters, has_placed_parameters
 from ..torch_functions import check_options, option_names
 from .gates import skip_empty_updates
 from .optim import OptimWrapper
@@ -25,7 +25,7 @@ _SCALE_KEY = "loss_scaler"
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
-def _in_either_order(init: _Init) -> _Init:
+def _read_either_order(init: _Init) -> _Init:
     """Make ``init`` accept mmengine's order as well: ``(loss_scale, dtype, use_fsdp, *, ...)``."""
     names = ("loss_scale", "dtype", "use_fsdp")
 
@@ -69,7 +69,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     config_plain = ("clip_grad", "loss_scale")
 
-    @_in_either_order
+    @_read_either_order
     def __init__(  # noqa: PLR0913
         self,
         optimizer: Optimizer,
@@ -83,7 +83,7 @@ class AmpOptimWrapper(OptimWrapper):
         loss_weight: str | Mapping[str, Any] | Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__(optimizer, accumulative_counts, clip_grad, loss_weight)
-        device = next(parameters_of(optimizer)).device if device is None else torch.device(device)
+        device = next(get_parameters(optimizer)).device if device is None else torch.device(device)
         self.device_type = device.type
         self.cast_dtype = _dtype(dtype, self.device_type)
         enabled = self.cast_dtype is torch.float16
@@ -110,7 +110,7 @@ class AmpOptimWrapper(OptimWrapper):
     @property
     def loss_scale(self) -> float | Tensor:
         """The factor by which ``backward`` multiplies losses: a 0-d tensor, 1 unless in float16."""
-        device = next(parameters_of(self.optimizer)).device
+        device = next(get_parameters(self.optimizer)).device
         scale: Tensor = self.loss_scaler.scale(torch.ones((), device=device))
         return scale
 

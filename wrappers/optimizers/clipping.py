@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from ..sharding.layout import has_placed_parameters, local_part, parameters_of, total_norm
+from ..sharding.layout import get_parameters, has_placed_parameters, local_part, total_norm
 from ..torch_functions import check_options, option_names
 
 _CLIPS: dict[str, Any] = {"norm": clip_grad_norm_, "value": clip_grad_value_}
@@ -55,7 +55,7 @@ class GradClip:
         """
         parameters: Any = [
             parameter
-            for parameter in parameters_of(optimizer)
+            for parameter in get_parameters(optimizer)
             if parameter.requires_grad and parameter.grad is not None
         ]
         clip: Callable[..., Tensor | None] = _CLIPS[self.kind]

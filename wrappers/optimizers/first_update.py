@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ...collectives import comm_device
 from ..features import model_features
-from ..sharding.layout import is_dtensor, layout_of, local_part, parameters_of, split_models
+from ..sharding.layout import get_layout, get_parameters, is_dtensor, local_part, split_models
 from ..steps.step_checks import DifferentGradientsError, averaging_wrappers, has_custom_step
 from .gates import Gate
 from .optimizer_fit import align_fused_state, check_fused_gradients
@@ -60,7 +60,7 @@ class FirstUpdate(Gate):
         return True
 
     def _passes(self, has_run: bool) -> bool:
-        parameters = list(parameters_of(self._optimizer))
+        parameters = list(get_parameters(self._optimizer))
         if not self._is_reached:
             name = type(self._optimizer).__name__
             if not (_is_reached(parameters, name, has_run) and _compare_tensor_ranks(parameters)):
@@ -85,7 +85,7 @@ def compare_gradients(optimizer: Optimizer, custom: Any = None) -> bool:
     Raises:
         RuntimeError: the gradients of a parameter differ, or no forward of the wrapper has run.
     """
-    parameters = list(parameters_of(optimizer))
+    parameters = list(get_parameters(optimizer))
     all_finite = True
     for wrapper, averaged in _averaged(parameters, custom):
         if not _is_averaged(wrapper):
@@ -202,7 +202,7 @@ def _compare_tensor_ranks(parameters: Iterable[Tensor]) -> bool:
 def _is_split(parameter: Tensor, group: ProcessGroup) -> bool:
     # Compares ranks and not groups: torch may reuse the group of an earlier mesh of these ranks.
     ranks = distributed.get_process_group_ranks(group)
-    over = layout_of(parameter).sharded_over
+    over = get_layout(parameter).sharded_over
     return any(distributed.get_process_group_ranks(mesh_group) == ranks for mesh_group in over)
 
 

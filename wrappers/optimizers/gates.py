@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ...collectives import get_rank
 from ..features import model_features, optim_features
-from ..sharding.layout import is_dtensor, local_part, parameters_of
+from ..sharding.layout import get_parameters, is_dtensor, local_part
 from ..steps.step_checks import has_custom_step
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class FreezeGate(Gate):
         if not dropped:
             optim_wrapper.gates.remove(self)
             return True
-        return any(param.grad is not None for param in parameters_of(optim_wrapper.optimizer))
+        return any(param.grad is not None for param in get_parameters(optim_wrapper.optimizer))
 
 
 class GradientGate(Gate):
@@ -84,7 +84,7 @@ class GradientGate(Gate):
 
     def allows(self, optim_wrapper: Any) -> bool:
         """Return whether any parameter has a gradient."""
-        if any(p.grad is not None for p in parameters_of(optim_wrapper.optimizer)):
+        if any(p.grad is not None for p in get_parameters(optim_wrapper.optimizer)):
             return True
         optim_wrapper.empty_updates += 1
         return False
@@ -141,14 +141,14 @@ class PhaseGate(Gate):
         self._runs_backward = True
         if self._foreign:
             self._drop()
-        mine = set(parameters_of(self._optim_wrapper.optimizer))
+        mine = set(get_parameters(self._optim_wrapper.optimizer))
         for gate in self._gates:
             if gate is not self:
                 gate.hold(mine)
 
     def end_backward(self) -> None:
         """Give the other members their gradients back."""
-        mine = set(parameters_of(self._optim_wrapper.optimizer))
+        mine = set(get_parameters(self._optim_wrapper.optimizer))
         for gate in self._gates:
             if gate is not self:
                 gate.release(mine, self.name)
@@ -161,7 +161,7 @@ class PhaseGate(Gate):
         """Take away the gradients of this member, except in ``shared`` parameters."""
         # FSDP keeps gradients of an unfinished window elsewhere, and adds all of them at once.
         in_window = not self._optim_wrapper.should_update()
-        for parameter in parameters_of(self._optim_wrapper.optimizer):
+        for parameter in get_parameters(self._optim_wrapper.optimizer):
             if parameter in shared:
                 continue
             if in_window and is_dtensor(parameter):
@@ -178,7 +178,7 @@ class PhaseGate(Gate):
             RuntimeError: FSDP has added them to gradients of an unfinished window.
         """
         reached: list[Tensor] = []
-        for parameter in parameters_of(self._optim_wrapper.optimizer):
+        for parameter in get_parameters(self._optim_wrapper.optimizer):
             gradient = parameter.grad
             if parameter in self._held:
                 parameter.grad = self._held[parameter]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...registry import did_you_mean, import_path
-from ..steps.preprocess import fields_of
+from ..steps.preprocess import get_fields
 
 _TARGETS = ("labels", "targets", "target")
 _IGNORED = -100
@@ -41,7 +41,7 @@ class LossWeight:
 
     def __init__(self, setting: Any) -> None:
         self.setting = setting
-        self._measure = _function_of(setting)
+        self._measure = _load_function(setting)
 
     def of(self, batch: Any) -> float | Tensor:
         """Return the weight of a preprocessed batch: a number, or a 0-d tensor on an accelerator.
@@ -51,7 +51,7 @@ class LossWeight:
             TypeError: the targets for "tokens" are not in a tensor, or the weight is not a number.
             ValueError: the weight is negative or not finite; not checked on an accelerator.
         """
-        weight = self._measure(fields_of(batch))
+        weight = self._measure(get_fields(batch))
         if isinstance(weight, Tensor):
             if weight.numel() != 1:
                 shape = tuple(weight.shape)
@@ -74,7 +74,7 @@ class LossWeight:
         return f"loss_weight={getattr(self.setting, '__qualname__', None) or repr(self.setting)}"
 
 
-def _function_of(setting: Any) -> Callable[[Any], Any]:
+def _load_function(setting: Any) -> Callable[[Any], Any]:
     """Return the function that measures a batch."""
     if callable(setting):
         return setting  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ...collectives import get_rank
 from ...registry import OPTIM_WRAPPERS
 from ..features import OptimFeatures
-from ..sharding.layout import drop_unreduced_gradients, is_dtensor, no_sync, parameters_of
+from ..sharding.layout import drop_unreduced_gradients, get_parameters, is_dtensor, no_sync
 from .clipping import GradClip
 from .first_update import FirstUpdate
 from .gates import (
@@ -30,12 +30,12 @@ from .gates import (
 from .loss_weight import LossWeight
 from .optim_state import (
     NAMES,
+    get_kind,
+    get_state,
     has_names,
     has_sharded_state,
-    kind_of,
     load_state,
     match_by_name,
-    state_of,
 )
 from .optimizer_fit import check_optimizer, needs_closure
 from .windows import CountWindow, WeightedWindow, WindowChange
@@ -357,7 +357,7 @@ class OptimWrapper(Accumulation):
         check_optimizer(optimizer)
         self.optimizer = optimizer
         self.needs_closure = needs_closure(type(optimizer))
-        self._is_sharded = any(is_dtensor(param) for param in parameters_of(optimizer))
+        self._is_sharded = any(is_dtensor(param) for param in get_parameters(optimizer))
         self.grad_norm: Tensor | None = None
         self.clip = None if clip_grad is None else GradClip(clip_grad)
         self.clip_grad_kwargs = self.clip and self.clip.options
@@ -472,7 +472,7 @@ class OptimWrapper(Accumulation):
             gate.clear()
         optimizer = self.optimizer
         if self._is_sharded:
-            drop_unreduced_gradients(parameters_of(optimizer))
+            drop_unreduced_gradients(get_parameters(optimizer))
         if kwargs or getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
             optimizer.zero_grad(**kwargs)
             return
@@ -518,10 +518,10 @@ class OptimWrapper(Accumulation):
         ``collective_state``. With ``ZeroRedundancyOptimizer`` only the first rank gets the state of
         the parameters.
         """
-        state = state_of(self.optimizer)
+        state = get_state(self.optimizer)
         if self.base_param_settings is not None:
             state[_BASE_KEY] = dict(self.base_param_settings)
-        state[_KIND_KEY] = kind_of(self.optimizer)
+        state[_KIND_KEY] = get_kind(self.optimizer)
         state[_COUNT_KEY] = self._inner_count
         if self._changed is not None:
             state[_WINDOWS_KEY] = [self._accumulative_counts, self._counted_from]
@@ -544,7 +544,7 @@ class OptimWrapper(Accumulation):
             ValueError: the state belongs to another kind of optimizer, or to other parameters.
         """
         state = dict(state_dict)
-        own_kind = kind_of(self.optimizer)
+        own_kind = get_kind(self.optimizer)
         kind = state.pop(_KIND_KEY, own_kind)
         if kind != own_kind:
             # torch would load it, and fail in the next step because a setting is missing.

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from ..sharding.layout import (
     as_global,
+    get_layout,
+    get_parameters,
     has_placed_parameters,
     is_dtensor,
     is_dtensor_or_localised,
-    layout_of,
-    parameters_of,
     take_part,
 )
 from .optimizer_fit import IMPLEMENTATIONS, align_fused_state
@@ -57,7 +57,7 @@ class NamedState:
     regrouped: bool = False
 
 
-def kind_of(optimizer: Optimizer) -> str:
+def get_kind(optimizer: Optimizer) -> str:
     """Return the class name of the optimizer, or of its inner optimizer if it has one."""
     return type(_inner(optimizer)).__name__
 
@@ -67,11 +67,11 @@ def has_sharded_state(optimizer: Optimizer) -> bool:
     if _is_zero_redundancy(optimizer):
         return True
     return any(
-        layout_of(p).sharded_over for p in parameters_of(optimizer) if is_dtensor_or_localised(p)
+        get_layout(p).sharded_over for p in get_parameters(optimizer) if is_dtensor_or_localised(p)
     )
 
 
-def state_of(optimizer: Optimizer) -> dict[str, Any]:
+def get_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return the state, with parts of tensors as ``DTensor``s.
 
     With ``ZeroRedundancyOptimizer`` every rank must call this. Only the first rank of its process
@@ -81,7 +81,7 @@ def state_of(optimizer: Optimizer) -> dict[str, Any]:
         _consolidated(optimizer) if _is_zero_redundancy(optimizer) else optimizer.state_dict()
     )
     if has_placed_parameters(optimizer):
-        owners = dict(enumerate(parameters_of(optimizer)))
+        owners = dict(enumerate(get_parameters(optimizer)))
         state["state"] = {
             key: _as_dtensors(values, owners[key]) if key in owners else values
             for key, values in state["state"].items()
@@ -90,7 +90,7 @@ def state_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state that ``state_of`` returned under any kind of parallelism.
+    """Load a state that ``get_state`` returned under any kind of parallelism.
 
     Each tensor in the state is a ``DTensor``, a whole tensor, or an object with the ``shape`` of
     the whole tensor that can be sliced like it.
@@ -115,12 +115,12 @@ def load_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         for saved, current in pairs
     ] + list(groups[len(optimizer.param_groups) :])
     keys = chain.from_iterable(group["params"] for group in groups)
-    owners = dict(zip(keys, parameters_of(optimizer), strict=False))
-    local = {id(p) for p in parameters_of(_inner(optimizer))}
+    owners = dict(zip(keys, get_parameters(optimizer), strict=False))
+    local = {id(p) for p in get_parameters(_inner(optimizer))}
     if type(_inner(optimizer)).__module__.startswith("torch."):
         _check_shapes(state["state"], owners)
     state["state"] = {
-        key: _local_part_of(values, owners[key]) if key in owners else values
+        key: _take_local(values, owners[key]) if key in owners else values
         for key, values in state["state"].items()
         if key not in owners or id(owners[key]) in local
     }
@@ -148,7 +148,7 @@ def add_names(optimizer: Optimizer, state: Mapping[str, Any], names: Names) -> d
 
 def complete_names(optimizer: Optimizer, names: Names) -> Names:
     """Return ``names`` with names for parameters of ``optimizer`` that do not belong to a model."""
-    unnamed = [p for p in parameters_of(optimizer) if id(p) not in names]
+    unnamed = [p for p in get_parameters(optimizer) if id(p) not in names]
     return {**names, **{id(p): [f"<outside the model: {n}>"] for n, p in enumerate(unnamed)}}
 
 
@@ -169,7 +169,7 @@ def match_by_name(optimizer: Optimizer, state: Mapping[str, Any], names: Names) 
             ``ZeroRedundancyOptimizer``, whose groups cannot change, and they differ.
     """
     names = complete_names(optimizer, names)
-    owners = {name: p for p in parameters_of(optimizer) for name in names[id(p)]}
+    owners = {name: p for p in get_parameters(optimizer) for name in names[id(p)]}
     matched = NamedState({**state})
     groups: list[list[tuple[Any, Tensor]]] = []
     home: dict[int, int] = {}
@@ -254,10 +254,10 @@ def _check_shapes(states: Mapping[Any, Any], owners: Mapping[Any, Tensor]) -> No
         entries: Any = states.get(key)
         for name in _SHAPED if isinstance(entries, Mapping) else ():
             shape = tuple(getattr(entries.get(name), "shape", ()))
-            if shape and shape not in (layout_of(owner).shape, layout_of(owner).sizes):
+            if shape and shape not in (get_layout(owner).shape, get_layout(owner).sizes):
                 raise ValueError(
                     f"{name} of parameter {key} has shape {shape}, but the parameter at this "
-                    f"position has shape {layout_of(owner).shape}: give the optimizer its "
+                    f"position has shape {get_layout(owner).shape}: give the optimizer its "
                     "parameters in the saved order, or named_parameters() when saving "
                     "and loading, to pair them by name"
                 )
@@ -285,7 +285,7 @@ def _consolidated(optimizer: Any) -> dict[str, Any]:
 def _as_dtensors(values: Any, owner: Tensor) -> Any:
     if not isinstance(values, Mapping):
         return values
-    sizes = layout_of(owner).sizes
+    sizes = get_layout(owner).sizes
     return {
         name: as_global(value, owner)
         if isinstance(value, Tensor) and value.ndim and tuple(value.shape) == sizes
@@ -294,18 +294,18 @@ def _as_dtensors(values: Any, owner: Tensor) -> Any:
     }
 
 
-def _local_part_of(value: Any, owner: Tensor) -> Any:
+def _take_local(value: Any, owner: Tensor) -> Any:
     """Return this rank's part of the state of a parameter."""
     if isinstance(value, Mapping):
-        return {name: _local_part_of(entry, owner) for name, entry in value.items()}
+        return {name: _take_local(entry, owner) for name, entry in value.items()}
     if isinstance(value, list):
         # LBFGS keeps lists of vectors of all parameters.
-        return [_local_part_of(entry, owner) for entry in value]
+        return [_take_local(entry, owner) for entry in value]
     if not hasattr(value, "shape") or (
         isinstance(value, Tensor) and not is_dtensor_or_localised(owner)
     ):
         return value.full_tensor() if is_dtensor(value) else value
-    if len(value.shape) and tuple(value.shape) == layout_of(owner).shape:
+    if len(value.shape) and tuple(value.shape) == get_layout(owner).shape:
         return take_part(value, owner)
     value = value if isinstance(value, Tensor) else value[...]
     if is_dtensor(owner) and value.ndim and not is_dtensor(value):

@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.optim import Optimizer
 
-from ..sharding.layout import fsdp_roots, is_dtensor, is_dtensor_or_localised, layout_of, local_part
+from ..sharding.layout import (
+    fsdp_roots,
+    get_layout,
+    is_dtensor,
+    is_dtensor_or_localised,
+    local_part,
+)
 from ..torch_functions import option_names
 
 # Arguments of torch's optimizers that select an implementation.
@@ -43,7 +49,7 @@ def build_optimizer(
         ValueError: parameters are sharded over the ranks, and ``cls`` needs whole tensors.
     """
     listed = listed_params(params)
-    tensors = tensors_of(listed)
+    tensors = get_tensors(listed)
     check_fit(cls, tensors)
     if "fused" in option_names(cls) and not any(name in kwargs for name in IMPLEMENTATIONS):
         kinds = {}
@@ -127,13 +133,13 @@ def listed_params(params: Iterable[Any]) -> list[Any]:
     return listed
 
 
-def tensors_of(entries: Iterable[Any]) -> list[Tensor]:
+def get_tensors(entries: Iterable[Any]) -> list[Tensor]:
     """Return all parameters in a list of parameters, ``(name, parameter)`` pairs or groups."""
     tensors: list[Tensor] = []
     for entry in entries:
         if isinstance(entry, dict):
             params = entry["params"]
-            tensors += [params] if isinstance(params, Tensor) else tensors_of(params)
+            tensors += [params] if isinstance(params, Tensor) else get_tensors(params)
         else:
             tensors.append(entry if isinstance(entry, Tensor) else entry[1])
     return tensors
@@ -176,12 +182,12 @@ def check_group(cls: Any, tensors: Iterable[Tensor], group: ProcessGroup | None)
         group: the ranks; None for all.
     """
     for tensor in filter(is_dtensor_or_localised, tensors):
-        for over in layout_of(tensor).sharded_over:
+        for over in get_layout(tensor).sharded_over:
             ranks = set(get_process_group_ranks(group))
             if len(ranks & set(get_process_group_ranks(over))) > 1:
                 raise ValueError(
                     f"{cls.__name__} needs ranks that hold the same parameters, but they hold "
-                    f"different parts of a parameter of shape {layout_of(tensor).shape}: give "
+                    f"different parts of a parameter of shape {get_layout(tensor).shape}: give "
                     "process_group=wrapper.data_group (build_mesh(...).data_group), the ranks "
                     "that hold the same part"
                 )
@@ -190,7 +196,7 @@ def check_group(cls: Any, tensors: Iterable[Tensor], group: ProcessGroup | None)
 def check_optimizer(optimizer: Optimizer) -> None:
     """Raise ValueError for an optimizer that an optimizer wrapper cannot use."""
     inner: Any = getattr(optimizer, "optim", optimizer)
-    tensors = tensors_of(optimizer.param_groups)
+    tensors = get_tensors(optimizer.param_groups)
     for cls in dict.fromkeys((type(optimizer), type(inner))):
         if inner is not optimizer and needs_closure(cls):
             raise ValueError(
@@ -205,7 +211,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def _split(tensors: Sequence[Tensor]) -> str | None:
-    layouts = [layout_of(tensor) for tensor in tensors if not is_dtensor(tensor)]
+    layouts = [get_layout(tensor) for tensor in tensors if not is_dtensor(tensor)]
     shapes = [layout.shape for layout in layouts if layout.sharded_over]
     return f"a parameter of shape {shapes[0]} is split by tensor_parallel" if shapes else None
 

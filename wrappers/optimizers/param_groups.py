@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ...registry import ParamwiseSection, Problem, check_paramwise, default_of, did_you_mean
+from ...registry import ParamwiseSection, Problem, check_paramwise, did_you_mean, get_default
 from ..steps.step import Steps, overrides_train_step
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def divide_parameters(
     names = [param.name for param in named]
     shares = {}
     for optimizer, patterns in chosen.items():
-        own_patterns = _child_of(optimizer, names) if patterns is None else patterns
+        own_patterns = _find_child(optimizer, names) if patterns is None else patterns
         for pattern in own_patterns:
             if not any(_belongs(name, pattern) for name in names):
                 near = _near_names(pattern, names)
@@ -151,7 +151,7 @@ def check_step_for_several_optimizers(model: nn.Module) -> None:
         )
 
 
-def _child_of(optimizer: str, names: Iterable[str]) -> list[str]:
+def _find_child(optimizer: str, names: Iterable[str]) -> list[str]:
     for path in (optimizer, f"net.{optimizer}"):
         if any(_belongs(name, path) for name in names):
             return [path]
@@ -228,7 +228,7 @@ def param_groups(
     base = {"lr": lr, "weight_decay": weight_decay}
     for name, value in base.items():
         if value is None and optimizer is not None:
-            base[name] = default_of(optimizer, name)
+            base[name] = get_default(optimizer, name)
     named = named_parameters(model) if isinstance(model, nn.Module) else list(model)
     rules = _Rules(section, base)
     rules.check_matches([param.name for param in named])
@@ -257,13 +257,13 @@ class _Rules:
                     raise ValueError(problem)
                 logger.warning("%s", problem)
 
-    def options_of(self, param: NamedParameter) -> tuple[str, Options]:
+    def get_options(self, param: NamedParameter) -> tuple[str, Options]:
         """Return a text that names the source of a parameter's options, and the options."""
         why, options = self._own_options(param)
         if param.name not in self.levels:
             return why, options
         above, layer = self.levels[param.name]
-        suffix = "" if options == _without_none(dict(self.base)) else f" {why}"
+        suffix = "" if options == _drop_none(dict(self.base)) else f" {why}"
         # layer_decay does not change an absolute rate of a custom key.
         if "lr" not in self.section.custom_keys.get(why, {}):
             rate = options.get("lr")
@@ -279,12 +279,12 @@ class _Rules:
                 return key, self._custom(key)
         kind = _kind(param, as_mmengine=self.section.as_mmengine)
         lr_mult = self.section.bias_lr_mult if kind in ("bias", "dwconv bias") else None
-        kind, decay_mult = self._decay_of(kind, is_flat=param.parameter.ndim == 1)
+        kind, decay_mult = self._get_decay(kind, is_flat=param.parameter.ndim == 1)
         lr = self._product("lr", lr_mult, "bias_lr_mult")
         decay = self._product("weight_decay", decay_mult, f"{kind} decay")
-        return kind or DEFAULT_GROUP, _without_none({"lr": lr, "weight_decay": decay})
+        return kind or DEFAULT_GROUP, _drop_none({"lr": lr, "weight_decay": decay})
 
-    def _decay_of(self, kind: str, *, is_flat: bool) -> tuple[str, float | None]:
+    def _get_decay(self, kind: str, *, is_flat: bool) -> tuple[str, float | None]:
         """Return the factor of a parameter's weight decay, with the kind that decided it."""
         why = kind.removesuffix(" bias") if kind.startswith("norm") else kind
         options = kind.split()[:1]
@@ -310,7 +310,7 @@ class _Rules:
         decay = self._product(
             "weight_decay", options.pop("decay_mult", None), f"{where}.decay_mult"
         )
-        return _without_none({"lr": lr, "weight_decay": decay, **options})
+        return _drop_none({"lr": lr, "weight_decay": decay, **options})
 
     def _product(self, name: str, factor: float | None, setting: str) -> float | None:
         base = self.base[name]
@@ -332,7 +332,7 @@ def _levels(names: Sequence[str], layers: Sequence[str]) -> dict[str, tuple[int,
         layers: paths of modules from the input to the output; a pattern is one layer for each
             module that it matches, in the model's order.
     """
-    layers_by_name = {name: _layer_of(name, layers) for name in names}
+    layers_by_name = {name: _find_layer(name, layers) for name in names}
     for at, pattern in enumerate(layers):
         if not any(layer is not None and layer[0] == at for layer in layers_by_name.values()):
             near = _near_names(pattern, names)
@@ -353,7 +353,7 @@ def _levels(names: Sequence[str], layers: Sequence[str]) -> dict[str, tuple[int,
     return {name: (top - level, layer) for name, (level, layer) in levels.items()}
 
 
-def _layer_of(name: str, layers: Sequence[str]) -> tuple[int, str] | None:
+def _find_layer(name: str, layers: Sequence[str]) -> tuple[int, str] | None:
     """Return the index of the first pattern that matches a module of a parameter, and its path."""
     components = name.split(".")
     paths = [".".join(components[:end]) for end in range(1, len(components) + 1)]
@@ -381,7 +381,7 @@ def _kind(param: NamedParameter, *, as_mmengine: bool) -> str:
     return " ".join(flag for flag, holds in flags.items() if holds)
 
 
-def _without_none(options: Options) -> Options:
+def _drop_none(options: Options) -> Options:
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -392,7 +392,7 @@ def _grouped(
     groups: dict[str, tuple[list[nn.Parameter], dict[str, None], Options]] = {}
     owners: dict[nn.Parameter, tuple[str, str]] = {}
     for param in named:
-        why, options = rules.options_of(param)
+        why, options = rules.get_options(param)
         alike = repr(sorted(options.items()))
         first_name, first_alike = owners.setdefault(param.parameter, (param.name, alike))
         if first_name != param.name:

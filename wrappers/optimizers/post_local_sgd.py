@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ...registry import OPTIMIZERS
 from ..torch_functions import check_options, option_names
-from .optimizer_fit import check_fit, check_group, listed_params, needs_closure, tensors_of
+from .optimizer_fit import check_fit, check_group, get_tensors, listed_params, needs_closure
 
 __all__ = ["PostLocalSGD", "ZeroRedundancyOptimizer"]
 
@@ -162,7 +162,7 @@ def _checked_params(
     cls: type[Optimizer], inner: Any, params: Iterable[Any], group: ProcessGroup | None
 ) -> list[Any]:
     listed = listed_params(params)
-    tensors = tensors_of(listed)
+    tensors = get_tensors(listed)
     for optimizer_class in (cls, inner):
         check_fit(optimizer_class, tensors)
     check_group(cls, tensors, group)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ...collectives import comm_device
 from ..features import model_features
-from ..sharding.layout import local_part, parameters_of
+from ..sharding.layout import get_parameters, local_part
 from .gates import Gate
 from .loss_weight import LossWeight
 
@@ -116,7 +116,7 @@ class ShortWindow(Gate):
     def allows(self, optim_wrapper: Any) -> bool:
         """Multiply the gradients by the factor."""
         optim_wrapper.gates.remove(self)
-        for parameter in parameters_of(optim_wrapper.optimizer):
+        for parameter in get_parameters(optim_wrapper.optimizer):
             if parameter.grad is not None:
                 local_part(parameter.grad).mul_(self.factor)
         return True
@@ -185,7 +185,7 @@ class WeightedWindow(CountWindow):
         averages = (is_torchs or features.averages_ranks) and distributed.is_initialized()
         self.ranks = distributed.get_world_size(self._group) if averages else 1
         # The group may not support the device of the parameters; then comm_device chooses another.
-        near = next(parameters_of(self._optimizer)).device
+        near = next(get_parameters(self._optimizer)).device
         self._device = comm_device(self._group, prefer=near) if averages else near
 
     def weigh(self, batch: Any) -> float | Tensor:
@@ -249,7 +249,7 @@ class WeightedWindow(CountWindow):
             # For example one micro-batch on one rank.
             return True
         gradients: dict[Any, list[Tensor]] = {}
-        for parameter in parameters_of(self._optimizer):
+        for parameter in get_parameters(self._optimizer):
             if parameter.grad is not None:
                 local = local_part(parameter.grad)
                 gradients.setdefault((local.device, local.dtype), []).append(local)

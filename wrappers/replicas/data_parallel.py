@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel
 
 from ...registry import MODEL_WRAPPERS
 from ..torch_functions import uncompiled
-from .replicate import parts_of, refuse_compiled, replicate, run_callbacks, run_copies
+from .replicate import get_parts, refuse_compiled, replicate, run_callbacks, run_copies
 from .scatter_gather import (
     Gather,
     Scatter,
@@ -283,7 +283,7 @@ def _callable(strategy: Any, setting: str) -> Any:
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     """Yield all parameters and buffers; a shared tensor is yielded several times."""
     # Faster than `parameters()` and `buffers()`, which build the name of each tensor.
-    for child in parts_of(module):
+    for child in get_parts(module):
         for tensor in chain(child._parameters.values(), child._buffers.values()):
             if tensor is not None:
                 yield tensor

@@ -76,7 +76,7 @@ def run_callbacks(modules: Sequence[nn.Module], session: ReplicationSession) -> 
     """Run the callbacks of all copies within ``session``."""
     # All copies are checked before the first callback runs, so that a mismatch changes nothing.
     copies = [_submodules(module, modules[0], copy_id) for copy_id, module in enumerate(modules)]
-    callbacks = [[_callback_of(submodule) for submodule in submodules] for submodules in copies]
+    callbacks = [[_get_callback(submodule) for submodule in submodules] for submodules in copies]
     if not any(map(any, callbacks)):
         return
     contexts = []
@@ -113,11 +113,11 @@ def replicate(module: _T, devices: Sequence[torch.device]) -> list[_T]:
     if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices):
         copies: list[_T] = torch_replicate(module, devices, not torch.is_grad_enabled())
         return copies
-    originals = parts_of(module)
+    originals = get_parts(module)
     return [_copy(originals, device, is_master=not index) for index, device in enumerate(devices)]
 
 
-def parts_of(module: nn.Module) -> list[nn.Module]:
+def get_parts(module: nn.Module) -> list[nn.Module]:
     """Return ``list(module.modules())``, five times faster."""
     modules: dict[int, nn.Module] = {}
     stack: list[nn.Module | None] = [module]
@@ -133,7 +133,7 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 def _copy(originals: Sequence[nn.Module], device: torch.device, *, is_master: bool) -> Any:
     """Copy a module to ``device``; ``originals`` is the module followed by its submodules."""
-    replicas = [_attributes_of(module) for module in originals]
+    replicas = [_get_attributes(module) for module in originals]
     replica_of: dict[int, Any] = dict(zip(map(id, originals), replicas, strict=True))
     moved: dict[int, Tensor] = {}
 
@@ -171,7 +171,7 @@ def _copy(originals: Sequence[nn.Module], device: torch.device, *, is_master: bo
 
 def refuse_compiled(module: nn.Module) -> None:
     """Raise TypeError if a part of ``module`` is compiled or scripted."""
-    if not any(map(_is_compiled, parts_of(module))):
+    if not any(map(_is_compiled, get_parts(module))):
         return
     path, compiled_module = next(
         named for named in module.named_modules() if _is_compiled(named[1])
@@ -191,7 +191,7 @@ def _is_compiled(module: nn.Module) -> bool:
     return is_wrapper or is_compiled or isinstance(module, jit.ScriptModule)
 
 
-def _attributes_of(module: nn.Module) -> nn.Module:
+def _get_attributes(module: nn.Module) -> nn.Module:
     """Return a module of the same class with the attributes of ``module``, without parameters."""
     kind = type(module)
     if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
@@ -216,7 +216,7 @@ def _add_note(error: BaseException, text: str) -> None:
         error.args = (f"{error.args[0]} ({text})",)
 
 
-def _callback_of(module: nn.Module) -> Callable[[CallbackContext, int], None] | None:
+def _get_callback(module: nn.Module) -> Callable[[CallbackContext, int], None] | None:
     kind = type(module)
     if (
         kind.__getattr__ is nn.Module.__getattr__
@@ -230,7 +230,7 @@ def _callback_of(module: nn.Module) -> Callable[[CallbackContext, int], None] | 
 
 def _submodules(module: nn.Module, master: nn.Module, copy_id: int) -> list[nn.Module]:
     """Return the submodules of a copy; raise ValueError if they differ from the master's."""
-    modules, expected = parts_of(module), parts_of(master)
+    modules, expected = get_parts(module), get_parts(master)
     if list(map(type, modules)) == list(map(type, expected)):
         return modules
     problem = f"it has {len(modules)} submodules, the master {len(expected)}"
@@ -356,7 +356,7 @@ def _is_first_in_thread(master: nn.Module, devices: Sequence[torch.device]) -> b
         return False
     sizes = (
         parameter.nbytes
-        for child in parts_of(master)
+        for child in get_parts(master)
         for parameter in child._parameters.values()
         if parameter is not None and parameter.requires_grad
     )

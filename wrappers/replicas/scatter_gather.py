@@ -42,12 +42,12 @@ def scatter_batch(
     used = devices[: _count(tensors, len(devices), dim)]
     chunks = {id(tensor): _chunks(tensor, used, dim) for _, tensor in tensors}
 
-    def part_of(data: Any, copy_id: int) -> Any:
+    def get_part(data: Any, copy_id: int) -> Any:
         return join([data], lambda values: chunks[id(values[0])][copy_id], lambda values: values[0])
 
     copies = range(len(used))
-    return [part_of(inputs, copy_index) for copy_index in copies], [
-        part_of(kwargs, copy_index) for copy_index in copies
+    return [get_part(inputs, copy_index) for copy_index in copies], [
+        get_part(kwargs, copy_index) for copy_index in copies
     ]
 
 
@@ -95,14 +95,14 @@ def scatter_samples(
     step = max(1, -(-size // len(devices)))
     starts = range(0, max(size, 1), step)
 
-    def part_of(value: Any, start: int, device: torch.device) -> Any:
+    def get_part(value: Any, start: int, device: torch.device) -> Any:
         is_split = isinstance(value, (list, tuple, Tensor))
         return move(value[start : start + step] if is_split else value, device)
 
     pairs = list(zip(starts, devices, strict=False))
     return (
-        [tuple(part_of(value, *pair) for value in inputs) for pair in pairs],
-        [{name: part_of(value, *pair) for name, value in kwargs.items()} for pair in pairs],
+        [tuple(get_part(value, *pair) for value in inputs) for pair in pairs],
+        [{name: get_part(value, *pair) for name, value in kwargs.items()} for pair in pairs],
     )
 
 

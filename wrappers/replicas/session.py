@@ -160,7 +160,7 @@ class ReplicationSession:
 
     def _raise_if_aborted(self) -> None:
         if self._aborted is not None:
-            raise _copy_of(self._aborted) from self._aborted
+            raise _make_copy(self._aborted) from self._aborted
 
     def _wait(self, meeting: _Round, copy_id: int) -> Any:
         """Wait for the reply, or raise if it cannot come; the caller holds the lock."""
@@ -220,7 +220,7 @@ def _named(layer: str) -> str:
     return f"layer {layer!r}" if layer else "the module itself"
 
 
-def _copy_of(error: BaseException) -> BaseException:
+def _make_copy(error: BaseException) -> BaseException:
     """Return an error like ``error`` that another thread can raise with its own traceback."""
     for make in (copy.copy, _copy_without_init):
         try:

@@ -79,7 +79,7 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return kind is not None and isinstance(value, kind)
 
 
-def layout_of(tensor: Tensor) -> Layout:
+def get_layout(tensor: Tensor) -> Layout:
     """Return the layout of ``tensor``; raise RuntimeError if its placements are partial sums."""
     if is_dtensor(tensor):
         (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
@@ -125,7 +125,7 @@ def as_global(tensor: Tensor, like: Tensor) -> Tensor:
     """
     if is_dtensor(tensor) or not is_dtensor_or_localised(like):
         return tensor
-    layout = layout_of(like)
+    layout = get_layout(like)
     if tuple(tensor.shape) != layout.sizes:
         raise ValueError(
             f"the part of a tensor of shape {layout.shape} must have shape {layout.sizes}, "
@@ -275,7 +275,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+def get_parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the parameters of ``optimizer``."""
     return (param for group in optimizer.param_groups for param in group["params"])
 
@@ -291,7 +291,7 @@ def has_placed_parameters(optimizer: Optimizer) -> bool:
     sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
     cached_sizes, answer = _placed.get(optimizer, ((), False))
     if cached_sizes != sizes:
-        answer = any(map(is_dtensor_or_localised, parameters_of(optimizer)))
+        answer = any(map(is_dtensor_or_localised, get_parameters(optimizer)))
         _placed[optimizer] = (sizes, answer)
     return answer
 
@@ -313,9 +313,9 @@ def _groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
 
 
 def _cut(source: Any, like: Tensor) -> Tensor:
-    layout = layout_of(like)
+    layout = get_layout(like)
     if isinstance(source, Tensor) and is_dtensor_or_localised(source):
-        source_layout = layout_of(source)
+        source_layout = get_layout(source)
         if (source_layout.shape, source_layout.offsets, source_layout.sizes) == (
             layout.shape,
             layout.offsets,
@@ -349,7 +349,7 @@ def _comm_device(owner: Tensor) -> torch.device:
 
     The parts may be elsewhere: FSDP2 can offload them to the CPU.
     """
-    mesh, device = layout_of(owner).mesh, local_part(owner).device
+    mesh, device = get_layout(owner).mesh, local_part(owner).device
     return (
         device
         if mesh is None or mesh.device_type == device.type

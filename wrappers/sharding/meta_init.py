@@ -30,7 +30,7 @@ def meta_parameters() -> Iterator[None]:
     so with the same seed the weights are the same as without this context. The context affects all
     threads. Weights that a constructor sets outside of ``reset_parameters`` are lost.
     """
-    handle = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]
+    handle = register_module_parameter_registration_hook(_move_to_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:
@@ -256,7 +256,9 @@ def _dry_run(module: nn.Module, init: Callable[[], Any]) -> list[_Slot]:
         torch.set_rng_state(state)
 
 
-def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+def _move_to_meta(
+    module: nn.Module, name: str, parameter: nn.Parameter | None
+) -> nn.Parameter | None:
     if parameter is None or parameter.is_meta or is_lazy(parameter):
         return None
     twin: nn.Parameter | None = parameter.__dict__.get("_on_meta")

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
-from .layout import local_part, parameters_of
+from .layout import get_parameters, local_part
 
 
 class PartScaler(ShardedGradScaler):
@@ -34,7 +34,7 @@ class PartScaler(ShardedGradScaler):
         # one mesh.
         grads = [
             SimpleNamespace(grad=local_part(parameter.grad))
-            for parameter in parameters_of(optimizer)
+            for parameter in get_parameters(optimizer)
             if parameter.grad is not None
         ]
         local: Any = SimpleNamespace(param_groups=[{"params": grads}])

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from ...registry import did_you_mean
 from ..torch_functions import check_options, refuse_double_backward
-from .layout import is_dtensor_or_localised, layout_of, local_part, split_models
+from .layout import get_layout, is_dtensor_or_localised, local_part, split_models
 from .mesh import Mesh
 from .split_random import as_whole, mark_split, prepare_dtensors, split_kind
 
@@ -226,14 +226,14 @@ def _layer_problems(path: str, module: nn.Module, style: ParallelStyle, size: in
             yield f"{layer_text} that contains layers; sequence needs a single layer"
     elif isinstance(style, (ColwiseParallel, RowwiseParallel)):
         named = "colwise" if isinstance(style, ColwiseParallel) else "rowwise"
-        dim, argument = _split_of(module, style)
+        dim, argument = _find_split(module, style)
         if dim is None:
             yield f"{layer_text}; {named} can split only Linear and Embedding"
         elif (length := module.weight.shape[dim]) % size:  # type: ignore[index]
             yield f"{layer_text} with {argument}={length}, which {size} ranks cannot split evenly"
 
 
-def _split_of(module: nn.Module, style: ParallelStyle | None) -> tuple[int | None, str]:
+def _find_split(module: nn.Module, style: ParallelStyle | None) -> tuple[int | None, str]:
     """Return the entry of ``_SPLITS`` for a layer; (None, "") if there is none."""
     for (styles, kind), split in _SPLITS.items():
         if isinstance(style, styles) and isinstance(module, kind):
@@ -245,7 +245,7 @@ def _tie_problems(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Iter
     """Yield the tied parameters that would no longer be shared."""
     owners: dict[int, list[tuple[str, int | None]]] = {}
     for path, module in model.named_modules():
-        dim, _ = _split_of(module, styles.get(path))
+        dim, _ = _find_split(module, styles.get(path))
         for name, value in _parameters(module):
             owners.setdefault(id(value), []).append((f"{path}.{name}", dim))
     for shared in owners.values():
@@ -291,7 +291,7 @@ class _DTensorsInForward:
         localised: list[Any] = deepcopy(self._localised, memo)
         for original, copied in zip(self._localised, localised, strict=True):
             # deepcopy does not copy attributes of parameters.
-            copied.tensor_layout = layout_of(original)
+            copied.tensor_layout = get_layout(original)
         return _DTensorsInForward(self._specs, localised)
 
     def replace(self, layer: nn.Module, inputs: Any) -> None:
@@ -397,6 +397,6 @@ def _local(placed: DTensor) -> Tensor:
         attributes = {name: value for name, value in vars(placed).items() if name != "_is_param"}
         local = nn.Parameter(local, requires_grad=placed.requires_grad)
         local.__dict__.update(attributes)
-    if (layout := layout_of(placed)).sharded_over:
+    if (layout := get_layout(placed)).sharded_over:
         local.tensor_layout = layout
     return local  # type: ignore[no-any-return]

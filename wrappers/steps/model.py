@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...registry import MODELS
 from ..features import explain_optim_wrapper, optim_features
-from .preprocess import DataPreprocessor, as_call, device_of
+from .preprocess import DataPreprocessor, as_call, get_device
 from .step import OptimizerWrapper, parse_losses
 from .weight_init import BaseModule, InitSettings
 
@@ -117,7 +117,7 @@ class SupervisedModel(BaseModel):
         self.loss = loss
         self.input_key = input_key
         self.target_key = target_key
-        self.data_preprocessor.to(device_of(net))
+        self.data_preprocessor.to(get_device(net))
 
     def forward(self, *entries: Any, mode: str = "tensor", **named: Any) -> Any:
         """Return the net's output ("tensor"), its losses ("loss") or a list of predictions.

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from ...registry import did_you_mean, nearest
-from .preprocess import as_call, fields_of
+from .preprocess import as_call, get_fields
 
 _TARGETS = ("labels", "targets", "target")
 
@@ -36,15 +36,15 @@ def accept_mode(model: nn.Module) -> None:
     names of the weights do not change.
     """
     if _needs_hook(model) and not drops_mode(model):
-        model.register_forward_pre_hook(_without_mode, with_kwargs=True)
+        model.register_forward_pre_hook(_drop_mode, with_kwargs=True)
 
 
 def drops_mode(model: nn.Module) -> bool:
     """Return whether ``accept_mode`` has changed how ``model`` can be called."""
-    return _without_mode in model._forward_pre_hooks.values()
+    return _drop_mode in model._forward_pre_hooks.values()
 
 
-def _without_mode(
+def _drop_mode(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, {name: value for name, value in kwargs.items() if name != "mode"}
@@ -74,7 +74,7 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def without_targets(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+def remove_targets(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Leave out the targets of a batch if the model needs them only to compute its loss."""
     parameters = _parameters(model)
     # A decoder behind an encoder gets its inputs from the labels.
@@ -96,7 +96,7 @@ def named_outputs(
     loss: entry t of ``preds`` belongs to entry t of ``target``. Other outputs are unchanged.
     """
     if is_dataclass(outputs) and isinstance(outputs, MutableMapping):
-        named = _of_typed_output(model, outputs, kwargs)
+        named = _name_typed_output(model, outputs, kwargs)
         outputs |= {name: value for name, value in named.items() if name not in outputs}
     elif isinstance(outputs, list) and drops_mode(model):
         arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
@@ -108,7 +108,7 @@ def named_outputs(
     return outputs
 
 
-def _of_typed_output(
+def _name_typed_output(
     model: nn.Module, output: Mapping[str, Any], batch: Mapping[str, Any]
 ) -> dict[str, Any]:
     sizes = (len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim)
@@ -157,7 +157,7 @@ def explain_forward(model: nn.Module, error: BaseException, batch: Any) -> None:
             f"{name}.forward has no argument 'mode', which it needs to return losses; wrap the "
             f"network as SupervisedModel(net, loss), or write {name}.forward(..., mode='tensor')"
         ) from error
-    if not isinstance(fields_of(batch), (list, tuple, Mapping)):
+    if not isinstance(get_fields(batch), (list, tuple, Mapping)):
         return
     args, kwargs = as_call(batch)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -178,7 +178,7 @@ def explain_forward(model: nn.Module, error: BaseException, batch: Any) -> None:
 
 def explain_batch(model: nn.Module, error: MissingLossError, batch: Any) -> NoReturn:
     """Raise an error that adds to ``error`` how the batch or the model should change."""
-    named, parameters = fields_of(batch), _parameters(model)
+    named, parameters = get_fields(batch), _parameters(model)
     text = f"{error}. The batch has {_described(batch)}"
     if not isinstance(named, Mapping):
         text += ", which are arguments by position: use a dict, with the names of forward"
@@ -193,7 +193,7 @@ def explain_batch(model: nn.Module, error: MissingLossError, batch: Any) -> NoRe
 
 
 def _described(batch: Any) -> str:
-    named = fields_of(batch)
+    named = get_fields(batch)
     if isinstance(named, Mapping):
         return f"the keys {', '.join(map(str, named))}"
     return (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...registry import MODELS
 
 
-def fields_of(batch: Any) -> Any:
+def get_fields(batch: Any) -> Any:
     """Return the fields of a dataclass by name; return any other batch unchanged.
 
     Dataclasses that are also mappings, such as the outputs of transformers, are returned unchanged.
@@ -65,7 +65,7 @@ def move(data: Any, device: torch.device, non_blocking: bool | None = None) -> A
     if callable(getattr(data, "to", None)):
         # Some classes have a ``to`` that takes only the device.
         return data.to(device, non_blocking=True) if non_blocking else data.to(device)
-    if (entries := fields_of(data)) is not data:
+    if (entries := get_fields(data)) is not data:
         moved = copy(data)
         for name, entry in entries.items():
             # Unlike setattr(), this works for frozen dataclasses too.
@@ -101,7 +101,7 @@ def as_call(data: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     """
     if isinstance(data, (list, tuple)):
         return data, {}
-    named = fields_of(data)
+    named = get_fields(data)
     if isinstance(named, Mapping):
         return (), named if isinstance(named, dict) else dict(named)
     raise TypeError(
@@ -110,7 +110,7 @@ def as_call(data: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     )
 
 
-def device_of(module: nn.Module) -> torch.device:
+def get_device(module: nn.Module) -> torch.device:
     """Return the device of the first parameter or buffer; without any, torch's default device."""
     tensor: Tensor | None = next(chain(module.parameters(), module.buffers()), None)
     return torch.get_default_device() if tensor is None else tensor.device
@@ -178,7 +178,7 @@ class DataPreprocessor(nn.Module):
         # Common case: a flat sequence of tensors that are on the device already.
         for entry in data if type(data) in (list, tuple) else (None,):
             if not (isinstance(entry, Tensor) and entry.device == self._device):
-                return move(fields_of(data), self._device, self.non_blocking)
+                return move(get_fields(data), self._device, self.non_blocking)
         return data
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataPreprocessor:

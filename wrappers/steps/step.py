@@ -25,7 +25,7 @@ from .plain_models import (
     explain_forward,
     named_outputs,
 )
-from .preprocess import DataPreprocessor, as_call, device_of
+from .preprocess import DataPreprocessor, as_call, get_device
 from .step_checks import detect_anomalous_params, log_frozen_norms, watch_gradients
 
 if TYPE_CHECKING:
@@ -345,7 +345,7 @@ class Steps(_Modes, ModelFeatures):
         self.detect_anomalous_params = detect
         accept_mode(self.module)
         if getattr(self.module, "data_preprocessor", None) is None:
-            self._preprocessor = DataPreprocessor().to(device_of(self.module))
+            self._preprocessor = DataPreprocessor().to(get_device(self.module))
 
 
 _W = TypeVar("_W", bound=Steps)
@@ -446,7 +446,7 @@ def with_train_step(wrapper: type[_W], function: StepFunction) -> type[_W]:
     if not (isinstance(wrapper, type) and issubclass(wrapper, Steps)):
         raise TypeError(f"with_train_step needs the class of a model wrapper, got {wrapper!r}")
     check_step_function(function)
-    name = _name_of(function)
+    name = _get_name(function)
 
     def train_step(self: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
         try:
@@ -481,7 +481,7 @@ def check_step_function(function: Any) -> None:
     except ValueError:
         return
     except TypeError as error:
-        name = _name_of(function)
+        name = _get_name(function)
         raise TypeError(
             f"the training step {name} must take (wrapper, data, optim_wrapper): {error}"
         ) from error
@@ -496,6 +496,6 @@ def _loggable(name: str, key: str, value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _name_of(function: Any) -> str:
+def _get_name(function: Any) -> str:
     inner = getattr(function, "func", function)
     return str(getattr(inner, "__qualname__", type(inner).__name__)).rpartition(".")[2]
