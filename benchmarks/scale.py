@@ -588,7 +588,7 @@ GROUPS: dict[str, Callable[[bool], Iterator[Curve]]] = {
 }
 
 
-def measured(quick: bool, only: list[str] | None = None) -> Iterator[Curve]:
+def measure(quick: bool, only: list[str] | None = None) -> Iterator[Curve]:
     for name in only or GROUPS:
         yield from GROUPS[name](quick)
 
@@ -600,14 +600,14 @@ def report_curve(curve: Curve, report: Report) -> None:
     report.add(curve.name, curve.unit, points, {}, notes=notes)
 
 
-def plot(measured: list[Curve], path: str) -> None:
+def plot(curves: list[Curve], path: str) -> None:
     from matplotlib.figure import Figure
 
-    kinds = list(dict.fromkeys(curve.name.partition(":")[0] for curve in measured))
+    kinds = list(dict.fromkeys(curve.name.partition(":")[0] for curve in curves))
     figure = Figure(figsize=(14, 4.5 * math.ceil(len(kinds) / 2)), layout="constrained")
     for at, kind in enumerate(kinds, 1):
         axes = figure.add_subplot(math.ceil(len(kinds) / 2), 2, at)
-        for curve in measured:
+        for curve in curves:
             group, _, name = curve.name.partition(": ")
             if group == kind:
                 label = f"{name} ({curve.unit}): {curve.slope:.2f}"
@@ -628,12 +628,12 @@ def main() -> None:
         kind, *world_sizes = options.fake_worlds
         in_fake_worlds(kind, [*map(int, world_sizes)])
         return
-    measured, report = list[Curve](), Report(options.json)
-    for curve in measured(options.quick, options.only):
+    curves, report = list[Curve](), Report(options.json)
+    for curve in measure(options.quick, options.only):
         report_curve(curve, report)
-        measured.append(curve)
+        curves.append(curve)
     if options.plot:
-        plot(measured, options.plot)
+        plot(curves, options.plot)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Registries, which map names to classes, and configs: read, checked and built into objects."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .catalog import (
     ADAPTERS,
     COMM_HOOKS,
@@ -58,11 +61,27 @@ from .errors import (
     user_frame,
 )
 from .imports import import_path
-from .json_schema import config_schema
 from .registry import Registry, build_from_cfg, build_model_from_cfg
-from .scan import Registration, count_registered_modules, list_registrations, traverse_registry_tree
 from .text.config import Config, config_from_dict, dump_config, format_config, load_config
 from .tree import build_tree, find_train_step, find_transform, supply_where_taken
+
+if TYPE_CHECKING:
+    from .json_schema import config_schema
+    from .scan import (
+        Registration,
+        count_registered_modules,
+        list_registrations,
+        traverse_registry_tree,
+    )
+
+# Imported on first use: a run needs none of them.
+_LATER = {
+    "Registration": "scan",
+    "config_schema": "json_schema",
+    "count_registered_modules": "scan",
+    "list_registrations": "scan",
+    "traverse_registry_tree": "scan",
+}
 
 __all__ = [
     "ADAPTERS",
@@ -131,3 +150,13 @@ __all__ = [
     "traverse_registry_tree",
     "user_frame",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_LATER[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -49,7 +49,6 @@ from .data_sections import (
     sets_in,
 )
 from .optimizer_sections import add_wrapper_type, missing_setting, optimization_checks
-from .other_trainers import hint_elsewhere
 from .schema import (
     DEFAULT_HOOKS,
     HOOK_TYPES,
@@ -476,6 +475,8 @@ def _located(problems: list[Problem], config: Config) -> list[Problem]:
             # The hint replaces the list of the other arguments.
             what = what.partition("; it also takes ")[0] + hint
         elif _NOT_THERE.search(what):
+            from .other_trainers import hint_elsewhere
+
             hint = hint_elsewhere(problem.key, is_similar="did you mean" in what)
             what = what.partition(";")[0] + hint if hint else what
         located.append(replace(problem, origin=config.origin(problem.key), what=what))

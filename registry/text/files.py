@@ -22,7 +22,6 @@ from ..errors import (
     shown_value,
 )
 from ..imports import IMPORT_FAILURES
-from .syntax import explain
 from .values import (
     BASE,
     MAX_DEPTH,
@@ -293,6 +292,8 @@ class _Reader:
             message = f"the character {chr(error.character)!r} is not allowed"
             raise self._error(line, message) from error
         except yaml.MarkedYAMLError as error:
+            from .syntax import explain
+
             line, message = explain(error, self._text)
             raise self._error(line, f"not valid YAML: {message}") from error
         except RecursionError as error:

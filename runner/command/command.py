@@ -28,7 +28,6 @@ from ...registry import (
     load_config,
     nearest,
 )
-from ...registry.json_schema import setting_paths
 from ...registry.local_paths import url_problem
 from ...registry.text.files import shipped_configs
 from ..failure import OversubscribedError, require_cores
@@ -236,6 +235,9 @@ def above_zero(text: str) -> float:
 
 def _setting_proposals(source: str, incomplete: str) -> list[CompletionItem]:
     """Propose ``key=`` for the settings of a config file, which is not executed."""
+    # Imported here, because only the shell's completion needs it.
+    from ...registry.json_schema import setting_paths
+
     try:
         paths = [] if source.endswith(".py") else setting_paths(load_config(source).to_dict())
     except ConfigError:

@@ -348,7 +348,8 @@ class Sweep:
             trial.set_user_attr("error", f"{self.metric} is nan")
             return self._study.tell(trial, state=TrialState.FAIL)
         # TrialHook may have marked the stored trial as pruned.
-        stored = next(trial for trial in self._study.get_trials() if trial.number == trial.number)
+        trials = self._study.get_trials()
+        stored = next(saved for saved in trials if saved.number == trial.number)
         if is_pruned(stored):
             return self._study.tell(trial, state=TrialState.PRUNED)
         return self._study.tell(trial, value)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -28,10 +28,12 @@ from ...registry import (
 from ...registry.local_paths import require_local
 from ..failure import BuildError, as_mistakes_in, building
 from ..run_folder import resolve_checkpoint
-from .adapter import Adapter, add_adapter
 from .build import build_user_model
-from .files import read_weights, together
-from .fit import Fit, fit_weights, remedies
+
+# Imported on first use: most runs need neither an adapter nor other weights.
+if TYPE_CHECKING:
+    from .adapter import Adapter
+    from .fit import Fit
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +108,8 @@ def add_configured(
     """
     if settings is None:
         return None
+    from .adapter import add_adapter
+
     with building("adapter"):
         config = build_tree({"type": "LoraConfig", **settings}, ADAPTERS)
         path = load_from.path if isinstance(load_from, LoadFromSection) else load_from
@@ -180,6 +184,8 @@ def _load_from(sections: Mapping[str, Any]) -> LoadFromSection | str | None:
 
 def _read(path: Path) -> Mapping[str, Any]:
     """Return the weights at ``path``; if the run has an adapter, merge it into them."""
+    from .files import read_weights
+
     saved = read_weights(path)
     if ADAPTER not in saved:
         return saved
@@ -200,6 +206,9 @@ def _naming_the_key(remark: str) -> Iterator[None]:
 
 
 def _load(model: nn.Module, settings: LoadFromSection) -> Fit:
+    from .files import together
+    from .fit import fit_weights, remedies
+
     require_local(settings.path, "the weights' path")
     path = Path(settings.path)
     saved = _read(path)

@@ -48,7 +48,7 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
 
 def objects() -> st.SearchStrategy[Any]:
     """Return a strategy for nested containers of tensors, arrays and plain values."""
-    leaves = st.join_choices(
+    leaves = st.one_of(
         st.none(),
         st.booleans(),
         st.integers(),
@@ -65,12 +65,10 @@ def objects() -> st.SearchStrategy[Any]:
         st.sampled_from((5_000, 300_000)).map(lambda n: torch.arange(n, dtype=torch.float64)),
         st.just(np.arange(40_000.0)),
     )
-    keys = st.join_choices(
-        st.text(max_size=4), st.integers(), st.tuples(st.integers(), st.booleans())
-    )
+    keys = st.one_of(st.text(max_size=4), st.integers(), st.tuples(st.integers(), st.booleans()))
     return st.recursive(
         leaves,
-        lambda inner: st.join_choices(
+        lambda inner: st.one_of(
             st.lists(inner, max_size=4),
             st.tuples(inner, inner),
             st.dictionaries(keys, inner, max_size=4),

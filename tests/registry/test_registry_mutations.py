@@ -63,8 +63,8 @@ def mutated(draw: st.DrawFn) -> dict[str, Any]:
     for _ in range(draw(st.integers(1, 3))):
         *above, key = draw(st.sampled_from([*paths(tree)] or [("name",)]))
         section = tree
-        for key in above:
-            section = section[key]
+        for name in above:
+            section = section[name]
         kind = draw(st.sampled_from(["drop", "rename", "value", "deep"]))
         value = section.pop(key) if key in section or isinstance(section, list) else None
         if kind == "deep":

@@ -28,17 +28,17 @@ shared_folder = settings(
 names = st.text(string.ascii_letters + "_", min_size=1, max_size=6).filter(
     lambda name: name not in {"_base_", "_delete_", "imports", "name"}
 )
-text = st.join_choices(
+text = st.one_of(
     st.text(max_size=12),
     st.text("\\${}:a. ", max_size=12),
     st.sampled_from(
         ["1e-3", "on", "null", "~", "2020-01-01", "0x1", "1:30", "<<", "=", "a: b", "#"]
     ),
 )
-scalars = st.join_choices(
+scalars = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), text
 ).filter(lambda value: value != "???")
-keys = st.join_choices(names, st.integers(0, 99), text.filter(lambda key: key not in {"_delete_"}))
+keys = st.one_of(names, st.integers(0, 99), text.filter(lambda key: key not in {"_delete_"}))
 
 
 def trees(key_strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[Any, Any]]:
@@ -165,7 +165,7 @@ def test_each_key_knows_its_line_and_origins_are_comments(
 
 
 @shared_folder
-@given(source=st.join_choices(st.text(), st.text("abc:-[]{}&*!|>%@`'\"#\n\t ,?<=$")))
+@given(source=st.one_of(st.text(), st.text("abc:-[]{}&*!|>%@`'\"#\n\t ,?<=$")))
 @example(source="a: &x [*x]")
 @example(source="a: &x {<<: *x}")
 @example(source="? [a]\n: 1")
@@ -181,7 +181,7 @@ def test_any_text_loads_or_gives_a_config_error(source: str, tmp_path: Path) -> 
 
 
 @shared_folder
-@given(override=st.join_choices(st.text(), st.text("ab.=[]{}:'\"0 ")))
+@given(override=st.one_of(st.text(), st.text("ab.=[]{}:'\"0 ")))
 def test_any_override_is_applied_or_named(override: str, tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("a: {b: 1}\nlist: [1, {x: 2}]\n")
@@ -192,7 +192,7 @@ def test_any_override_is_applied_or_named(override: str, tmp_path: Path) -> None
 
 
 @settings(max_examples=60, deadline=None)
-@given(key=st.join_choices(st.text(), st.text("ab.", max_size=8)))
+@given(key=st.one_of(st.text(), st.text("ab.", max_size=8)))
 def test_looking_up_any_text_gives_none_or_a_key_error(key: str) -> None:
     top, dot, _ = key.partition(".")
     # Hypothesis also tries texts of this repository, which may be valid import paths.

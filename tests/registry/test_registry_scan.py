@@ -33,18 +33,18 @@ def test_listing_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
 
 
-def misfits(name: str) -> dict[str, set[str]]:
+def misfits(registry: str) -> dict[str, set[str]]:
     """Return the names that a registry lists but cannot look up, and the reverse."""
-    entries = list_registrations(name)[name]
+    entries = list_registrations(registry)[registry]
     listed = {name for entry in entries for name in (entry.name, *entry.aliases)}
-    unknown = {name for name in listed if REGISTRIES[name].get(name) is None}
+    unknown = {name for name in listed if REGISTRIES[registry].get(name) is None}
     # Names that a module imports from elsewhere in its package need not be listed; names that
     # other modules have registered since cannot be listed.
     homes = ("torch", "stepwrap.wrappers", "stepwrap.loops", "stepwrap.collectives")
     unlisted = {
         name
-        for name in set(REGISTRIES[name].names()) - listed
-        if REGISTRIES[name].get(name).__module__.startswith(homes)
+        for name in set(REGISTRIES[registry].names()) - listed
+        if REGISTRIES[registry].get(name).__module__.startswith(homes)
     }
     return {"listed only": unknown, "looked up only": unlisted}
 

@@ -47,7 +47,7 @@ class Verifier:
         self,
         step: int,
         program: Callable[[], list[Tensor]],
-        read_actual: Callable[[list[Tensor]], Any],
+        actual: Callable[[list[Tensor]], Any],
         usual: Callable[..., Any],
     ) -> list[Tensor]:
         """Run a program, compare it with an eager step and return its outputs.
@@ -55,7 +55,7 @@ class Verifier:
         Args:
             step: number of this step of the program, from 1.
             program: runs the program.
-            read_actual: takes the program's outputs and returns all values that it has computed.
+            actual: takes the program's outputs and returns all values that it has computed.
             usual: computes the same values by an eager step on copies of its first argument; takes
                 ``dtype`` and ``nudge`` of ``EagerStep``.
 
@@ -82,10 +82,8 @@ class Verifier:
             after = random_states(self._device)
             with _restored(self._model):
                 # A later mismatch ends the training, so only a clear difference counts.
-                slack = 1.0 if step <= 2 else _SLACK
-                wrong = largest_difference(
-                    read_actual(outputs), start, eager, self._autocast_eps(), slack
-                )
+                limits = self._autocast_eps(), 1.0 if step <= 2 else _SLACK
+                wrong = largest_difference(actual(outputs), start, eager, *limits)
         except Exception as error:
             self._undo(origin, before)
             reason = f"running or comparing the compiled step fails: {first_line(error)}"

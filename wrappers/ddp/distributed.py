@@ -117,7 +117,6 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
     ) -> None:
         # Calls the check of this class, because a subclass may have other arguments.
         StepDistributedDataParallel.check_options(ddp_kwargs)
-        require_process_group(type(self).__name__, REPLACED)
         reject_model_train_step(type(self), module, "skips the averaging of the gradients", _REMEDY)
         if sync_batchnorm and uneven_inputs:
             raise ValueError(
@@ -125,6 +124,7 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
                 "batch has no statistics: use only one of the two"
             )
         self._hook = None if comm_hook is None else read_comm_hook(comm_hook)
+        require_process_group(type(self).__name__, REPLACED)
         module = apply_sync_batchnorm(module, sync_batchnorm, ddp_kwargs.get("process_group"))
         devices = {parameter.device for parameter in module.parameters()}
         on_cuda = [device.type for device in devices] == ["cuda"]
