@@ -272,7 +272,7 @@ class RpcGroup:
         self._holders.pop(key, None)
         holder = self._holders[key] = self._find_or_raise("service", key)
         call_args = self.group_name, key, tuple(args), dict(kwargs or {})
-        return call(holder, call_local_service, call_args, None, timeout, what=f"{key}()")
+        return call(holder, call_local_service, call_args, None, timeout, description=f"{key}()")
 
 
 def _key_error(group: str, kind: Kind, key: Hashable, state: str, hint: str = "") -> KeyError:

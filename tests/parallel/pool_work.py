@@ -258,11 +258,11 @@ class CountedFunction:
         return {}
 
     def __setstate__(self, state):
-        CountedFunction.made += 1
+        CountedFunction.created += 1
         CountedFunction.alive.add(self)
 
     def __call__(self, _):
-        return CountedFunction.made
+        return CountedFunction.created
 
 
 def open_memory_files(_=None):

@@ -127,7 +127,7 @@ LINEARS = [f"{block}.{layer}" for block in BLOCKS for layer in ("up", "down")] +
         (functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}), BLOCKS),
         (functools.partial(size_based_auto_wrap_policy, min_num_params=100), None),
         (f"{__name__}.always", BLOCKS),
-        ({"type": f"{__name__}.always", "wanted": nn.Linear}, LINEARS),
+        ({"type": f"{__name__}.always", "kind": nn.Linear}, LINEARS),
     ],
 )
 def test_wrapping_policies(policy: Any, paths: list[str] | None) -> None:
