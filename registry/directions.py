@@ -20,7 +20,7 @@ def find_direction(name: str, directions: Mapping[str, bool | None]) -> bool | N
 
     Args:
         name: a result, such as "accuracy" or "scores/f1".
-        known: the directions of metrics, by name.
+        directions: the directions of metrics, by name.
     """
     while name:
         above, _, leaf = name.rpartition("/")

@@ -275,7 +275,7 @@ def encode_parts(payloads: list[Any], share: Share | None) -> tuple[list[Any], l
     """Return the parts, with tensors as views of numbered storages, and the storages' contents.
 
     Args:
-        parts: tensors, storages and buffers.
+        payloads: tensors, storages and buffers.
         share: puts a storage into shared memory; None writes the bytes that tensors view, or the
             whole storage if it is one of the parts.
     """

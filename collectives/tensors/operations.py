@@ -136,7 +136,7 @@ class Reduction:
         tensor: this rank's detached tensor.
         op: an operation that ``checked_op`` returned.
         is_wide: whether sums must neither overflow nor be rounded to the tensor's dtype.
-        others: more tensors of this rank, which are first reduced into ``tensor``, in order.
+        further: more tensors of this rank, which are first reduced into ``tensor``, in order.
         dst: the global rank that gets the result, None for all.
     """
 

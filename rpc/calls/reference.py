@@ -46,7 +46,7 @@ class RpcReference:
         owner: the name of the owner.
         fetch: returns the value when called in the owner's process.
         args: the arguments of ``fetch``.
-        made: completes when the value exists; None if it exists already.
+        creation: completes when the value exists; None if it exists already.
     """
 
     def __init__(

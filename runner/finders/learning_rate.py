@@ -60,8 +60,8 @@ class RangeTestHook(Hook):
     rate. ``rates`` records the highest.
 
     Args:
-        first: the learning rate of the first update.
-        last: the learning rate of the last update.
+        low: the learning rate of the first update.
+        high: the learning rate of the last update.
         steps: number of updates.
         optimizer: the name of the optimizer whose rate rises, if there are several.
     """

@@ -20,9 +20,9 @@ class CudaGraph:
 
     Args:
         inputs: the inputs of the program, all on one GPU. The graph reads and changes them in
-            place, except for the last ``given`` inputs, which are copied to fixed tensors before
-            each launch.
-        given: number of inputs at the end of ``inputs`` that differ from call to call.
+            place, except for the last ``num_given`` inputs, which are copied to fixed tensors
+            before each launch.
+        num_given: number of inputs at the end of ``inputs`` that differ from call to call.
         changed: number of these given inputs that the program changes, which come first among them;
             they are copied back after each launch.
 

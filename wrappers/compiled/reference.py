@@ -247,7 +247,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Record the random numbers that are drawn in this context, or replace them by recorded ones.
 
     Args:
-        kept: recorded numbers to use; default: record new ones.
+        recorded: numbers to use; default: record new ones.
 
     Attributes:
         tensors: the numbers drawn, one list for each operation.
