@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ...registry import HOOKS
 from ...wrappers import total_norm
 from ...wrappers.features import model_features, optim_features
+from ...wrappers.optimizers.clipping import GradClip
 from ...wrappers.steps.preprocess import get_fields, path_to_samples
 from ..checkpoints.files import world_size
 from ..checkpoints.weights import num_data_ranks, user_model
@@ -39,9 +40,9 @@ class GradNormHook(Hook):
 
     The norm of the gradients before clipping is averaged over the updates of a log interval. With
     several optimizers, each has an entry ``grad_norm/<name>``. If the optimizer wrapper clips by
-    norm, the norm that it computed is used. For sharded parameters it is the norm of the whole
-    gradients. Updates that a loss scaler skips do not count. Values stay on the device until the
-    log record.
+    the L2 norm, the norm that it computed is used. For sharded parameters it is the norm of the
+    whole gradients. Updates that a loss scaler skips do not count. Values stay on the device until
+    the log record.
     """
 
     def __init__(self) -> None:
@@ -53,6 +54,9 @@ class GradNormHook(Hook):
         self._remove()
         # A hook of the loop would be too late: the update clears the gradients.
         for name, member, optimizer in get_optimizers(state):
+            if isinstance(clip := getattr(member, "clip", None), GradClip):
+                # Before the update, only the clipping sees the gradients as they were.
+                clip.returns_l2 = True
             measure = partial(self._measure, f"grad_norm/{name}".rstrip("/"), member)
             self._handles.append(optimizer.register_step_pre_hook(measure))
 

@@ -297,6 +297,9 @@ class SchedulerHook(Hook):
         timed = [(s, by) for s, by in schedulers if s not in plateau]
         timed.sort(key=lambda pair: getattr(pair[0], "after", 0))
         self._timed = {unit: [s for s, by in timed if by == unit] for unit in _UNITS}
+        # The rates of the last batch and of the last update, before the schedulers changed them.
+        self._batch_rates: dict[str, float | Tensor] = {}
+        self._update_rates: dict[str, float | Tensor] = {}
         self._epochs: int | None = None
 
     def ignores(self) -> Collection[str]:
@@ -318,6 +321,7 @@ class SchedulerHook(Hook):
                     yield Misfit(index, f"{name} counts {units}: {text}", distorts)
 
     def on_train_start(self, state: LoopState) -> None:
+        self._update_rates = {}
         for misfit in self.misfits(state):
             if misfit.distorts and get_rank() == 0:
                 logger.warning("%s", misfit.text)
@@ -328,9 +332,14 @@ class SchedulerHook(Hook):
         self._finish_epochs(state.epoch)
 
     def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
+        self._batch_rates = self._rates()
         _step(self._timed["batch"])
 
     def on_update(self, state: LoopState) -> None:
+        if self._timed["batch"]:
+            self._update_rates = self._batch_rates
+        elif self._timed["step"]:
+            self._update_rates = self._rates()
         _step(self._timed["step"])
 
     def on_eval_start(self, state: LoopState) -> None:
@@ -352,13 +361,17 @@ class SchedulerHook(Hook):
             scheduler.step(value)
 
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
+        scalars.update(self._update_rates or self._rates())
+
+    def _rates(self) -> dict[str, float | Tensor]:
+        rates: dict[str, float | Tensor] = {}
         for name, optimizer in self._optimizers.items():
-            scalars.update(_rates(f"lr/{name}", optimizer.param_groups))
+            rates |= _rates(f"lr/{name}", optimizer.param_groups)
         if not self._optimizers:
             used = dict.fromkeys(scheduler.optimizer for scheduler in self._schedulers)
-            scalars.update(
-                _rates("lr", [group for scheduler in used for group in scheduler.param_groups])
-            )
+            groups = [group for optimizer in used for group in optimizer.param_groups]
+            rates = _rates("lr", groups)
+        return rates
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each scheduler, and the number of epochs stepped so far."""
@@ -410,13 +423,15 @@ def _load(scheduler: Any, state: Mapping[str, Any]) -> None:
         scheduler.lr_lambdas = [functions[0] for _ in rates]
 
 
-def _rates(name: str, groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _rates(name: str, groups: Sequence[Mapping[str, Any]]) -> dict[str, float | Tensor]:
     """Return the rate of each group; the default group has the name of a single one."""
-    if len(groups) == 1:
-        return {name: groups[0]["lr"]}
+    # Schedulers change rates that are tensors in place.
+    values = [lr.clone() if isinstance(lr := group["lr"], Tensor) else lr for group in groups]
+    if len(values) == 1:
+        return {name: values[0]}
     labels = [group.get("name", index) for index, group in enumerate(groups)]
     names = [name if label == DEFAULT_GROUP else f"{name}/{label}" for label in labels]
-    return {key: group["lr"] for key, group in zip(names, groups, strict=True)}
+    return dict(zip(names, values, strict=True))
 
 
 def _step(schedulers: Sequence[LRScheduler | ScheduleWindow]) -> None:

@@ -45,6 +45,8 @@ from .tree import (
 )
 
 T = TypeVar("T")
+# The optimizers whose first update was compared; not in a strategy, which is sent to spawned ranks.
+_checked: WeakSet[Optimizer] = WeakSet()
 
 
 class StepStrategy(FullStateStrategy):
@@ -77,7 +79,6 @@ class StepStrategy(FullStateStrategy):
         self._keeps_process = choice.own.get("start_method", "popen") == "popen"
         self._wrapped: Any = None
         self._is_sharded = False
-        self._checked: WeakSet[Optimizer] = WeakSet()
 
     def setup(self, trainer: Trainer) -> None:
         """Wrap the model for training and, if it is sharded, for evaluation."""
@@ -160,12 +161,12 @@ class StepStrategy(FullStateStrategy):
             loss = closure()
             # Automatic optimization may skip the step of a rank, whose loss is then None.
             if loss is not None or not module.automatic_optimization:
-                _check_first_step(self._checked, optimizer)
+                _check_first_step(optimizer)
             return loss
 
         module = get_module(self)
         has_check = isinstance(module, StepLightningModule)
-        step = closure if has_check or optimizer in self._checked else checked
+        step = closure if has_check or optimizer in _checked else checked
         return super().optimizer_step(optimizer, step, *args, **kwargs)
 
     @contextmanager
@@ -225,13 +226,13 @@ def _run_backward(wrapped: Any, loss: Tensor, plain: Callable[[Tensor], T]) -> T
     return results[0]
 
 
-def _check_first_step(checked: WeakSet[Optimizer], optimizer: Optimizer) -> None:
+def _check_first_step(optimizer: Optimizer) -> None:
     """Raise RuntimeError if a forward outside of the wrapper has left gradients different."""
-    if optimizer in checked:
+    if optimizer in _checked:
         return
     has_gradient = any(parameter.grad is not None for parameter in get_parameters(optimizer))
     if compare_gradients(optimizer) and has_gradient:
-        checked.add(optimizer)
+        _checked.add(optimizer)
 
 
 class StepFabricStrategy(FabricDDPStrategy):
@@ -270,12 +271,11 @@ class StepFabricStrategy(FabricDDPStrategy):
         self.wrapper = choice.wrapper
         self.wrapper_options = choice.options
         self._detecting: Any = None
-        self._checked: WeakSet[Optimizer] = WeakSet()
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step; before an optimizer's first update, compare its gradients between the ranks."""
         if "closure" not in kwargs:
-            _check_first_step(self._checked, optimizer)
+            _check_first_step(optimizer)
         return super().optimizer_step(optimizer, **kwargs)
 
     def setup_module(self, module: nn.Module) -> Any:

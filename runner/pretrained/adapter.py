@@ -51,6 +51,17 @@ class Adapter:
                 f"{type(config).__name__} cannot be added to the modules of a model; use a config "
                 "that adapts layers, such as LoraConfig"
             )
+        # AdaMSS has the method as well, and needs it only with `use_asa`.
+        if hasattr(kind, "update_and_allocate") and getattr(config, "use_asa", True):
+            raise ValueError(
+                f"{type(config).__name__} changes the ranks by calls from the training loop, which "
+                "no run makes; use a config with fixed ranks, such as LoraConfig"
+            )
+        if getattr(config, "init_lora_weights", None) == "eva":
+            raise ValueError(
+                "init_lora_weights must not be 'eva', which computes initial weights from batches; "
+                "use another initialisation, such as 'pissa' or 'orthogonal'"
+            )
         self.model = model
         self.config = config
         self._base_path = base

@@ -32,8 +32,8 @@ class _CountingDist(NonDist):
     def __init__(self) -> None:
         # Long enough that another thread asks for the same name.
         time.sleep(0.05)
-        type(self).made += 1
-        if self.made == 1:
+        type(self).created += 1
+        if self.created == 1:
             raise ImportError("not yet")
 
 
@@ -67,23 +67,23 @@ def test_one_instance_for_a_name() -> None:
 
 
 def test_a_constructor_that_failed_is_tried_again() -> None:
-    _CountingDist.made = 0
+    _CountingDist.created = 0
     register_dist_backend("counting", _CountingDist)
     with pytest.raises(ImportError, match="not yet"):
         get_dist_backend("counting")
     assert get_dist_backend("counting") is get_dist_backend("counting")
-    assert _CountingDist.made == 2
+    assert _CountingDist.created == 2
 
 
 def test_threads_get_one_instance() -> None:
-    _CountingDist.made = 1
+    _CountingDist.created = 1
     register_dist_backend("counting", _CountingDist)
     threads = [threading.Thread(target=get_dist_backend, args=("counting",)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert _CountingDist.made == 2
+    assert _CountingDist.created == 2
 
 
 def test_classes_and_instances_are_back_ends_too() -> None:

@@ -61,6 +61,20 @@ def test_gradient_norm_of_the_clipping_wrapper_is_before_clipping() -> None:
     assert records.records[0]["grad_norm"] == pytest.approx(norms_by_hand(batches())[0], rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "clip",
+    [
+        {"type": "value", "clip_value": 0.01},
+        {"max_norm": 0.01, "norm_type": 1.0},
+        {"max_norm": 0.01, "norm_type": float("inf")},
+    ],
+)
+def test_gradient_norm_is_the_l2_norm_before_any_clipping(clip: dict[str, Any]) -> None:
+    records, state = Records(), new_state(clip_grad=clip)
+    train(state, [GradNormHook(), records], epochs=1, log_every_steps=1)
+    assert records.records[0]["grad_norm"] == pytest.approx(norms_by_hand(batches())[0], rel=1e-6)
+
+
 def test_gradient_norm_is_of_the_whole_accumulation_window() -> None:
     records, state = Records(), new_state(accumulative_counts=2)
     train(state, [GradNormHook(), records], epochs=1, log_every_steps=1)

@@ -119,7 +119,18 @@ def test_plateau_needs_a_metric_that_exists() -> None:
 def test_rates_are_logged() -> None:
     state, rates = new_state(), RatesHook()
     train(state, [SchedulerHook([(StepLR(get_optimizer(state), 4), "step")]), rates])
-    assert [record["lr"] for record in rates.logged] == pytest.approx([0.05, 0.005, 0.005, 0.0005])
+    assert [record["lr"] for record in rates.logged] == pytest.approx([0.05, 0.05, 0.005, 0.005])
+
+
+@pytest.mark.parametrize("by", ["batch", "step", "epoch"])
+def test_the_logged_rate_is_the_one_that_the_update_used(by: str) -> None:
+    state, rates, used = new_state(accumulative_counts=2), RatesHook(), []
+    optimizer = get_optimizer(state)
+    optimizer.register_step_pre_hook(lambda opt, *_: used.append(opt.param_groups[0]["lr"]))
+    schedule = SchedulerHook([(StepLR(optimizer, 1, gamma=0.5), by)])
+    train(state, [schedule, rates], log_every_steps=1)
+    assert len(used) == 4
+    assert [record["lr"] for record in rates.logged] == used
 
 
 def test_each_group_is_logged() -> None:

@@ -372,7 +372,21 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unsupported": (
         {"adapter": {"target_modules": ["norm"]}}, ["adapter: ", "LayerNorm"],
     ),
+    "ranks that the loop changes": (
+        {"adapter": {**SECTION, "r": 8, "type": "AdaLoraConfig", "total_step": 40}},
+        ["adapter: ", "AdaLoraConfig", "LoraConfig"],
+    ),
 }  # fmt: skip
+
+
+def test_initial_weights_from_batches_are_refused() -> None:
+    import peft
+
+    config = peft.LoraConfig(
+        target_modules=["qkv"], init_lora_weights="eva", eva_config=peft.EvaConfig()
+    )
+    with pytest.raises(ValueError, match=r"(?s)'eva'.*pissa"):
+        add_adapter(Transformer("float32"), config)
 
 
 @pytest.mark.parametrize("name", MISTAKES)

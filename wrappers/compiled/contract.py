@@ -232,7 +232,7 @@ def _parts(wrapper: Any, optim_wrapper: Any) -> tuple[Any, ...]:
 
 def _clip_options(optim_wrapper: Any) -> dict[str, Any]:
     clip = optim_wrapper.clip
-    return {} if clip is None else {**clip.options}
+    return {} if clip is None else {**clip.options, "returns_l2": clip.returns_l2}
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

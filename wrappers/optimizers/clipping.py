@@ -20,6 +20,9 @@ _CLIPS: dict[str, Any] = {"norm": clip_grad_norm_, "value": clip_grad_value_}
 class GradClip:
     """Clip the gradients of an optimizer by torch's function for "norm" or "value".
 
+    Attributes:
+        returns_l2: whether a call returns the L2 norm of the gradients, whatever it clips by.
+
     Raises:
         AssertionError: ``settings`` is not a mapping, or lacks "max_norm" or "clip_value".
         TypeError: an argument is unknown.
@@ -33,6 +36,7 @@ class GradClip:
                 "`torch.nn.utils.clip_grad_norm_` or `torch.nn.utils.clip_grad_value_`, "
                 f"got {settings!r}"
             )
+        self.returns_l2 = False
         self.options = options = dict(settings)
         self.kind = kind = options.pop("type", "value" if "clip_value" in options else "norm")
         if kind not in _CLIPS:
@@ -51,13 +55,21 @@ class GradClip:
     def __call__(self, optimizer: Optimizer) -> Tensor | None:
         """Clip in place; return the total norm before clipping, None for "value".
 
-        Every rank must call this if parameters are sharded.
+        Every rank must call this if parameters are sharded. The norm is of the order by which the
+        gradients are clipped, unless ``returns_l2`` is set.
         """
         parameters: Any = [
             parameter
             for parameter in get_parameters(optimizer)
             if parameter.requires_grad and parameter.grad is not None
         ]
+        if self.returns_l2 and (self.kind == "value" or self.options.get("norm_type", 2.0) != 2.0):
+            norm = total_norm([param.grad for param in parameters], like=parameters)
+            self._clip(optimizer, parameters)
+            return norm
+        return self._clip(optimizer, parameters)
+
+    def _clip(self, optimizer: Optimizer, parameters: Any) -> Tensor | None:
         clip: Callable[..., Tensor | None] = _CLIPS[self.kind]
         if not has_placed_parameters(optimizer):
             return clip(parameters, **self.options)
