@@ -66,6 +66,10 @@ def _schedule(section: Section, optimizer: str | None, use_mmengine: bool) -> di
         return {}
     if kind in _SCHEDULES and not use_mmengine:
         walk(section, drop_if(param_name="lr", last_step=-1))
+        if kind in _FIRST_IS_BASE and section["end"] - section["begin"] == 1:
+            # It ends before it changes a value.
+            section.clear()
+            return {}
     if use_mmengine or kind not in _SCHEDULES or not _is_in_torch(section, optimizer):
         settings = _mmengine_schedule(section, original, kind, by)
     else:
