@@ -182,18 +182,18 @@ class StepBudget(Budget):
 
     def _plan(self, state: LoopState, length: int | None, *, is_exact: bool) -> int:
         state.max_steps = self.last
-        window, left = get_window(state.optim_wrapper), self.last - state.step
+        window, updates_left = get_window(state.optim_wrapper), self.last - state.step
         if window is None:
             return -1
         if not is_weighted(state.optim_wrapper):
-            last = (state.iteration // window + left) * window
+            last = (state.iteration // window + updates_left) * window
             if length is not None:
                 batches = state.batch + last - state.iteration
                 state.max_epochs = state.epoch + -(-batches // length)
             return last
         if length is None:
             return -1
-        updates = _updates_done(state.batch, length, window) + left
+        updates = _updates_done(state.batch, length, window) + updates_left
         passes, begun = divmod(updates, -(-length // window))
         state.max_epochs = state.epoch + passes + (begun > 0)
         last = state.iteration - state.batch + passes * length + begun * window

@@ -181,11 +181,11 @@ class PassInputs:
             following = _UNREAD
             if not optim.should_sync():
                 reader = state.data.reader
-                place = None if reader is None else FixedPosition(reader)
+                position = None if reader is None else FixedPosition(reader)
                 following = next(iterator, _END)
                 if following is _END:
                     close_window(optim, begun)
-                    state.data.reader = place
+                    state.data.reader = position
             yield batch
             if following is _UNREAD:
                 begun, following = 0, next(iterator, _END)

@@ -211,13 +211,15 @@ class Registry:
         """
         with _mmengine_scope(scope) as theirs:
             chosen_scope = scope or _switched_to.get() or theirs
-            found = next((member for member in self.family() if member.scope == chosen_scope), None)
-            if found is None and scope is not None:
+            registry = next(
+                (member for member in self.family() if member.scope == chosen_scope), None
+            )
+            if registry is None and scope is not None:
                 _log.warning("%s has no scope %r: %s is used", self.name, scope, self.scope)
             token = _switched_to.set(scope or _switched_to.get())
             try:
                 # An empty registry is falsy.
-                yield self if found is None else found
+                yield self if registry is None else registry
             finally:
                 _switched_to.reset(token)
 

@@ -47,13 +47,13 @@ def _metrics(runs: Sequence[Run]) -> Iterator[str]:
     for name in names:
         yield f"  {name}"
         texts = []
-        for one in (by_name.get(name) for by_name in extremes):
+        for extreme in (by_name.get(name) for by_name in extremes):
             text = "not recorded"
-            if one is not None:
+            if extreme is not None:
                 best = "direction unknown"
-                if one.best is not None:
-                    best = f"{one.best:.6g} at step {one.best_step}"
-                text = f"{best:<28}  {one.last:.6g} at step {one.last_step}"
+                if extreme.best is not None:
+                    best = f"{extreme.best:.6g} at step {extreme.best_step}"
+                text = f"{best:<28}  {extreme.last:.6g} at step {extreme.last_step}"
             texts.append(text)
         yield from _rows(runs, texts)
 

@@ -232,11 +232,11 @@ class Run:
         turns = [event for event in self.events if event.get("event") in ("start", "end", "error")]
         if not turns:
             return "unknown", "the run has no hooks.run_info, so it has recorded no end"
-        last = turns[-1]
-        text = str(last.get("text", ""))
-        if last.get("event") == "error":
-            return "failed", f"step {last.get('step')}, rank {last.get('rank')}: {text}"
-        if last.get("event") == "end":
+        last_turn = turns[-1]
+        text = str(last_turn.get("text", ""))
+        if last_turn.get("event") == "error":
+            return "failed", f"step {last_turn.get('step')}, rank {last_turn.get('rank')}: {text}"
+        if last_turn.get("event") == "end":
             return ("stopped", text) if text else ("ended", "")
         return "unknown", "the run has recorded a start and no end: it was killed"
 

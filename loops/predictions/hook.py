@@ -165,12 +165,12 @@ def _reordered_by(loader: Iterable[Any]) -> str | None:
     sampler = find_sampler(loader)
     shared = find_shared_sampler(loader)
     if sampler is not None:
-        found = {"train=True": sampler.even, "shuffle": sampler.shuffle}
-        found["drop_last"] = sampler.drop_last
+        settings = {"train=True": sampler.even, "shuffle": sampler.shuffle}
+        settings["drop_last"] = sampler.drop_last
     else:
         batches: Any = loader.batch_sampler if shared is None else shared.batches
         order = getattr(batches, "sampler", loader.sampler)
-        found = {"shuffle or a sampler": not isinstance(order, SequentialSampler)}
-        found["a batch_sampler"] = batches is not None and type(batches) is not BatchSampler
-        found["drop_last"] = loader.drop_last if shared is None else shared.drop_last
-    return next((name for name, is_set in found.items() if is_set), None)
+        settings = {"shuffle or a sampler": not isinstance(order, SequentialSampler)}
+        settings["a batch_sampler"] = batches is not None and type(batches) is not BatchSampler
+        settings["drop_last"] = loader.drop_last if shared is None else shared.drop_last
+    return next((name for name, is_set in settings.items() if is_set), None)

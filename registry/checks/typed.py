@@ -190,8 +190,8 @@ def value_problems(
             ]
             allowed, remedy = ("numbers", "; write them without quotes") if quoted else ("", "")
         if allowed:
-            what = f"must be {allowed}, got {shown_value(value)} ({title(target)}){remedy}"
-            yield ArgumentProblem(name, what)
+            message = f"must be {allowed}, got {shown_value(value)} ({title(target)}){remedy}"
+            yield ArgumentProblem(name, message)
 
 
 def _section_instead(value: Any, hint: Any) -> tuple[str, str]:

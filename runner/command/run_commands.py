@@ -68,13 +68,13 @@ def _checkpoint_before(step: int, run_dir: Path, resume: bool | str | Path) -> b
         path = find_checkpoint(run_dir, before=step)
         if path is not None or not saved_checkpoints(run_dir):
             return path or True
-        what = f"{run_dir} has no earlier checkpoint; --fresh trains from the beginning"
-        raise ConfigError([Problem("", f"--without-step {step}: {what}")])
+        message = f"{run_dir} has no earlier checkpoint; --fresh trains from the beginning"
+        raise ConfigError([Problem("", f"--without-step {step}: {message}")])
     source = resolve_checkpoint(run_dir, str(resume), of_other_run="latest")
     done = load_checkpoint(source).meta["step"]
     if done >= step:
-        what = f"{source} includes this step already; --resume alone finds an earlier checkpoint"
-        raise ConfigError([Problem("", f"--without-step {step}: {what}")])
+        message = f"{source} includes this step already; --resume alone finds an earlier checkpoint"
+        raise ConfigError([Problem("", f"--without-step {step}: {message}")])
     return source
 
 

@@ -131,9 +131,9 @@ def test_only_lines_that_run_are_recorded(config: Path, tmp_path: Path) -> None:
     words = [str(config), f"{DATA}.WithSpare", trace, "train.max_epochs=1", "hooks.log=false"]
     assert main(["train", *words, "--run-dir", "run"]) == 0
     (file,) = lines.iterdir()
-    places = [json.loads(row)[3] for row in file.read_text().splitlines()]
+    locations = [json.loads(row)[3] for row in file.read_text().splitlines()]
     text = Path(unsaved_parts.__file__).read_text().splitlines()
-    shown = [text[int(place.rpartition(":")[2]) - 1].strip() for place in places]
+    shown = [text[int(location.rpartition(":")[2]) - 1].strip() for location in locations]
     assert shown == ["if self.spare is None:", "self.count += 1"]
 
 

@@ -448,11 +448,11 @@ def test_links_to_other_checkpoints_are_named(
     assert f"{moved} is a checkpoint of step 6" in caplog.text
     # Pruning counts no checkpoint twice, and removes links only.
     state.step = 9
-    last = save_checkpoint(folder, state)
+    newest = save_checkpoint(folder, state)
     assert prune_checkpoints(folder, 2) == [paths[0]]
     assert prune_checkpoints(folder, 1) == [moved]
     assert load_checkpoint(away).meta["step"] == 6
-    assert find_checkpoint(tmp_path) == last
+    assert find_checkpoint(tmp_path) == newest
 
 
 @contextmanager

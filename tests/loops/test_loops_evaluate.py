@@ -303,9 +303,9 @@ def share_of_batches(metrics: dict[str, Any], batches: list[dict[str, Tensor]]) 
     rank = torch.distributed.get_rank() if distributed else 0
     size = torch.distributed.get_world_size() if distributed else 1
     loop = ValLoop(batches[rank::size], metrics)
-    first = loop.run(LoopState(Echo()), HookList())
-    assert loop.run(LoopState(Echo()), HookList()) == first
-    return first
+    results = loop.run(LoopState(Echo()), HookList())
+    assert loop.run(LoopState(Echo()), HookList()) == results
+    return results
 
 
 def test_metrics_keep_the_dtype_that_the_user_has_set() -> None:

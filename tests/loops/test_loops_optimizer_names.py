@@ -339,7 +339,7 @@ def test_torchs_names_pair_states_in_memory() -> None:
         for at in steps:
             inputs, target = batch(at)
             optim.update_params((net(inputs) - target).square().mean())
-        return {name: one.detach().clone() for name, one in net.named_parameters()}
+        return {name: param.detach().clone() for name, param in net.named_parameters()}
 
     first, optim = make("abc")
     start = step(first, optim, range(3))

@@ -127,7 +127,7 @@ class Attacked(SingleDevice):
 
     def val_step(self, data: Any) -> Any:
         with torch.inference_mode(False), torch.enable_grad():
-            inputs, target = (one.clone() for one in data)
+            inputs, target = (tensor.clone() for tensor in data)
             self.module(inputs.requires_grad_(), target, mode="loss")["loss"].backward()
         return super().val_step([inputs + inputs.grad, target])
 
@@ -212,5 +212,5 @@ def test_updates_without_gradients_are_logged(kind: Any) -> None:
     loader = make_loader(6, shuffle=False)
     EpochTrainLoop(loader, max_epochs=2, log_every_steps=3).run(state, HookList([records]))
     name = "updates_without_gradients"
-    assert [one.get(f"{name}/judge") for one in records.records] == [2.0, 2.0]
-    assert not any(f"{name}/maker" in one for one in records.records)
+    assert [record.get(f"{name}/judge") for record in records.records] == [2.0, 2.0]
+    assert not any(f"{name}/maker" in record for record in records.records)

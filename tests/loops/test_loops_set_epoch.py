@@ -57,8 +57,8 @@ class EpochLines(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        return (sample_of(self.epoch, index) for index in range(first, SAMPLES, step))
+        start, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return (sample_of(self.epoch, index) for index in range(start, SAMPLES, step))
 
 
 class StatefulLines(EpochLines):

@@ -157,7 +157,7 @@ def test_a_training_reads_each_sample_once(kind: str) -> None:
     by_rank = run_ranks(train, 2, kind)
     for epoch in (0, 1):
         numbers = [rank[epoch] for rank in by_rank]
-        assert [len(own) for own in numbers] == [4, 4]
+        assert [len(rank_numbers) for rank_numbers in numbers] == [4, 4]
         assert sorted(numbers[0] + numbers[1]) == ALL, kind
     if kind in ("shuffled", "weighted"):
         assert by_rank[0][0] != by_rank[0][1]

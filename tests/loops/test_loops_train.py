@@ -406,7 +406,7 @@ def test_windows_that_become_longer_during_the_run(loop: dict[str, int], ends: l
     loader = make_loader(12, shuffle=False)
     kind(loader, **loop, sanity_val=False).run(state, HookList([hook]))
     assert hook.ends == ends
-    batch = iter([one for _ in range(4) for one in loader])
+    batch = iter([pair for _ in range(4) for pair in loader])
     optimizer = plain.optim_wrapper.optimizer  # type: ignore[union-attr]
     for start, end in zip([0, *ends], ends, strict=False):
         losses = [plain.model(*next(batch), mode="loss")["loss"] for _ in range(start, end)]

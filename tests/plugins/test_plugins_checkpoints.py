@@ -68,7 +68,7 @@ def test_a_run_resumes_exactly_from_either_file(
     for mine, other in zip(ours["optimizer_states"], theirs["optimizer_states"], strict=True):
         # Ours have the names of the parameters too.
         groups = [
-            {k: v for k, v in one.items() if k != "param_names"} for one in mine["param_groups"]
+            {k: v for k, v in group.items() if k != "param_names"} for group in mine["param_groups"]
         ]
         assert groups == other["param_groups"]
         for key, state in other["state"].items():

@@ -20,8 +20,8 @@ VALID = jsonschema.Draft202012Validator(config_schema())
 def mistakes(text: str) -> list[tuple[str, str]]:
     """Return the key path and the message of each mistake."""
     # Editors read 1e-3 as a number, as YAML 1.2 and stepwrap do; PyYAML does not.
-    found = VALID.iter_errors(parse(text, "")[0])
-    return [(".".join(map(str, error.path)), error.message) for error in found]
+    errors = VALID.iter_errors(parse(text, "")[0])
+    return [(".".join(map(str, error.path)), error.message) for error in errors]
 
 
 def test_the_command_prints_a_valid_schema(capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,8 +95,8 @@ def test_nothing_listens_to_the_outside(address: str, tmp_path: Path) -> None:
         assert listening == {"world": ["127.0.0.1"], "collective group": ["127.0.0.1"]}
 
 
-def warnings_at_start(place: str) -> list[list[str]]:
-    """Start two worlds in turn that meet at `place`; return the warnings of each start."""
+def warnings_at_start(store: str) -> list[list[str]]:
+    """Start two worlds in turn that meet at `store`; return the warnings of each start."""
     rank = rank_without_group()
     started = []
     for _ in range(2):
@@ -106,7 +106,7 @@ def warnings_at_start(place: str) -> list[list[str]]:
         logger = logging.getLogger("stepwrap.rpc")
         logger.addHandler(handler)
         try:
-            with World(f"w{rank}", rank, 2, init_dist=False, dist_init_method=place):
+            with World(f"w{rank}", rank, 2, init_dist=False, dist_init_method=store):
                 pass
         finally:
             logger.removeHandler(handler)

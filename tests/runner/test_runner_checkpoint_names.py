@@ -71,7 +71,7 @@ def test_a_name_is_a_checkpoint_of_the_run(ours: Path, capsys: Capture) -> None:
 def test_another_runs_checkpoint_needs_a_path(ours: Path, capsys: Capture) -> None:
     config, folder = str(ours / "config.yaml"), ours / "checkpoints"
     (folder / NAME).rename(folder / "step_00000012-3")
-    here = Path(NAME).absolute()
+    local_copy = Path(NAME).absolute()
     capsys.readouterr()
     words = ["train", config, "train.max_epochs=2", "--resume"]
     for command in (
@@ -82,7 +82,7 @@ def test_another_runs_checkpoint_needs_a_path(ours: Path, capsys: Capture) -> No
         assert main([*command, NAME]) == 1
         text = capsys.readouterr().err
         assert f"checkpoint {NAME} does not exist in {ours}" in text
-        assert f"for {here}, which another run may have saved, write ./{NAME}" in text
+        assert f"for {local_copy}, which another run may have saved, write ./{NAME}" in text
     with pytest.raises(CheckpointError, match=rf"write \./{NAME}"):
         Runner.from_config(config).train(resume=NAME)
     with pytest.raises(CheckpointError, match=rf"write \./{NAME}"):
@@ -90,8 +90,8 @@ def test_another_runs_checkpoint_needs_a_path(ours: Path, capsys: Capture) -> No
     with pytest.raises(CheckpointError, match="did you mean step_00000012-3"):
         load_model(ours, "step_00000012-4")
     # A text with a slash, and a Path, are paths.
-    weights = load_checkpoint(here).read("model.pt")
-    for which in (f"./{NAME}", Path(NAME), str(here), "../../other", Path("../../other")):
+    weights = load_checkpoint(local_copy).read("model.pt")
+    for which in (f"./{NAME}", Path(NAME), str(local_copy), "../../other", Path("../../other")):
         model = load_model(ours, which)
         assert all(torch.equal(model.state_dict()[name], one) for name, one in weights.items())
     assert main([*words, f"./{NAME}"]) == 0
@@ -116,7 +116,7 @@ def test_the_folder_of_another_run(
     model = load_model(ours)
     load_weights(model, "other")
     best = load_checkpoint(other / "checkpoints" / NAME).read("model.pt")
-    assert all(torch.equal(model.state_dict()[name], one) for name, one in best.items())
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in best.items())
     assert main(["check", config, f"load_from={NAME}"]) == 2
     assert "load_from takes a path, such as runs/my_run or" in capsys.readouterr().err
     with pytest.raises((CheckpointError, ConfigError), match="load_from takes a path"):

@@ -298,7 +298,7 @@ def test_each_section_may_name_a_scope(scoped: Path, capsys: pytest.CaptureFixtu
         assert main([words[0], str(scoped), *words[1:]]) == 0, capsys.readouterr().err
     runner = Runner.from_config(load_config(scoped, [f"run_dir={scoped.parent / 'other'}"]))
     state = runner.state
-    names = [type(part).__name__ for part in (state.model, state.optim_wrapper)]
+    names = [type(member).__name__ for member in (state.model, state.optim_wrapper)]
     assert names == ["MySingleDevice", "MyAmpOptimWrapper"]
     assert type(state.optim_wrapper.optimizer).__name__ == "MyAdamW"
 

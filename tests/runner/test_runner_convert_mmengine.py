@@ -462,8 +462,8 @@ def test_their_preprocessor_in_a_model_on_our_base(as_dict: bool) -> None:
     image = torch.full((3, 2, 2), 7, dtype=torch.uint8)
     optim_wrapper = OptimWrapper(SGD(model.parameters(), lr=0.1))
     SingleDevice(model).train_step({"inputs": [image, image]}, optim_wrapper)
-    (seen,) = model.seen
-    assert seen[:, :, 0, 0].tolist() == [[3.0, 2.5, 2.0]] * 2
+    (model_input,) = model.seen
+    assert model_input[:, :, 0, 0].tolist() == [[3.0, 2.5, 2.0]] * 2
 
 
 NORMED = """

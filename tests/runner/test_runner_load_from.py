@@ -269,7 +269,7 @@ def _refused_values() -> str:
 
 
 def test_two_values_of_a_shared_parameter_are_refused_on_every_rank() -> None:
-    weights = {name: one.detach().clone() for name, one in Pair().state_dict().items()}
+    weights = {name: value.detach().clone() for name, value in Pair().state_dict().items()}
     # The values differ in the part of the first rank only.
     weights["second.weight"][0] += 1
     torch.save(weights, "pair.pt")
@@ -337,8 +337,8 @@ def test_every_proposal_can_be_followed() -> None:
         (proposal,) = _proposals(settings(load_from="old.pt"))
         assert list(proposal) == ["map"]
         section = {"path": "old.pt", **proposal}
-        found = whole_weights(Runner.from_config(settings(load_from=section)).state.model.module)
-        assert apart(found, state()) == 0
+        weights = whole_weights(Runner.from_config(settings(load_from=section)).state.model.module)
+        assert apart(weights, state()) == 0
 
 
 def test_what_would_be_refused_is_not_proposed() -> None:

@@ -327,18 +327,18 @@ def test_a_renamed_key_of_paramwise_has_no_effect_on_a_resumed_run(run: Path) ->
 
     def train(folder: str, key: str, epochs: int, resume: bool = False) -> Runner:
         paramwise = f"optimizer.paramwise={{custom_keys: {{{key}: {{lr_mult: 5}}}}}}"
-        given = [paramwise, "hooks.progress=false", f"run_dir={run / folder}"]
-        config = load_config("points.yaml", [*given, f"train.max_epochs={epochs}"])
+        overrides = [paramwise, "hooks.progress=false", f"run_dir={run / folder}"]
+        config = load_config("points.yaml", [*overrides, f"train.max_epochs={epochs}"])
         runner = Runner.from_config(config)
         runner.train(resume=resume)
         return runner
 
-    whole = train("whole", "net.0", 4)
+    uninterrupted = train("whole", "net.0", 4)
     train("parts", "net.0", 2)
     resumed = train("parts", "net.3", 4, resume=True)
-    weights = [one.state.model.module.state_dict() for one in (whole, resumed)]
+    weights = [one.state.model.module.state_dict() for one in (uninterrupted, resumed)]
     assert_identical(*weights)
-    rates = [one.state.optim_wrapper.get_lr() for one in (whole, resumed)]
+    rates = [one.state.optim_wrapper.get_lr() for one in (uninterrupted, resumed)]
     assert rates[0] == rates[1]
 
 

@@ -385,9 +385,9 @@ def test_text_collator_keeps_the_limit_of_the_tokenizer() -> None:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
 
     def tokens(limit: int | None, **options: Any) -> int:
-        given = {} if limit is None else {"model_max_length": limit}
+        limits = {} if limit is None else {"model_max_length": limit}
         tokenizer = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=words, pad_token="[PAD]", **given
+            tokenizer_object=words, pad_token="[PAD]", **limits
         )
         collate = TextCollator(tokenizer, **options)
         return int(collate([{"text": "a " * 9}, {"text": "a"}])["input_ids"].shape[1])

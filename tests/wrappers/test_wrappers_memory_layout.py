@@ -70,8 +70,8 @@ def trained(
 
 
 def trained_alone(changes: dict[int, Callable[[nn.Module], Any]] | None = None) -> list[Tensor]:
-    whole = [joined(batches) for batches in zip(images(0), images(1), strict=True)]
-    return trained(SingleDevice(convolutions()), whole, changes=changes)
+    joined_batches = [joined(batches) for batches in zip(images(0), images(1), strict=True)]
+    return trained(SingleDevice(convolutions()), joined_batches, changes=changes)
 
 
 @pytest.mark.parametrize("before", [0, 2])
@@ -170,13 +170,13 @@ def test_the_gradients_of_a_window_are_restored_in_the_current_layout() -> None:
 
 
 def test_slices_are_not_updated_by_fused_kernels() -> None:
-    whole = torch.randn(4, 6)
-    before, parameter = whole.clone(), nn.Parameter(whole[:, :3])
+    values = torch.randn(4, 6)
+    before, parameter = values.clone(), nn.Parameter(values[:, :3])
     optimizer = build_optimizer(torch.optim.AdamW, [parameter], lr=0.1)
     parameter.sum().backward()
     optimizer.step()
-    assert torch.equal(whole[:, 3:], before[:, 3:])
-    assert not torch.equal(whole[:, :3], before[:, :3])
+    assert torch.equal(values[:, 3:], before[:, 3:])
+    assert not torch.equal(values[:, :3], before[:, :3])
 
 
 def test_gradients_in_another_layout_are_refused_by_fused_optimizers() -> None:

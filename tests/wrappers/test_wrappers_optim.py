@@ -308,8 +308,8 @@ def test_updates_without_gradients_are_skipped_and_counted(
     optim = OptimWrapper(optimizer, clip_grad=clip)
     if dtype is not None:
         optim = AmpOptimWrapper(optimizer, clip_grad=clip, dtype=dtype)
-    for one, update in ((weight, True), (other, False), (other, False), (weight, True)):
-        optim.update_params(one.sum() * 0.25)
+    for param, update in ((weight, True), (other, False), (other, False), (weight, True)):
+        optim.update_params(param.sum() * 0.25)
         if update:
             expected.grad = torch.full_like(expected, 0.25)
             plain.step()

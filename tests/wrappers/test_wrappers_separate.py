@@ -97,7 +97,7 @@ def test_gradients_of_another_optimizer_do_not_enter_an_update(
     for batch in of_all_ranks([gan_batches(STEPS, rank) for rank in range(2)]):
         wrapper.train_step(batch, optims)
     assert_near(flat(wrapper), gan_alone(accumulate), 1e-12)
-    texts = [one.getMessage() for one in caplog.records]
+    texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == 1
     assert "'generator' also reaches parameters of 'discriminator' (0.weight, 0.bias" in texts[0]
 

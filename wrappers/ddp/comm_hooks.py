@@ -209,14 +209,14 @@ def unannotated(function: HookFunction) -> HookFunction:
 
 
 def _find(name: str, table: Registry = COMM_HOOKS) -> Any:
-    found = table.get(name)
-    if found is None:
+    comm_hook = table.get(name)
+    if comm_hook is None:
         choices = ", ".join(COMM_HOOKS)
         hint = did_you_mean(name, list(COMM_HOOKS))
         raise ValueError(
             f"comm_hook must be one of {choices}, or an import path, got {name!r}{hint}"
         )
-    return found
+    return comm_hook
 
 
 def _check_function(function: Any) -> HookFunction:

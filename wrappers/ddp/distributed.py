@@ -265,7 +265,7 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
     def _explain_update(self, error: BaseException) -> None:
         _explain_unused(error, self._trainable)
         if isinstance(error, DifferentGradientsError) and error.wrapper is self:
-            weights = (one for one in self.module.parameters() if one.requires_grad)
+            weights = (param for param in self.module.parameters() if param.requires_grad)
             names = zip(self._trainable.values(), weights, strict=False)
             unused = [name for name, weight in names if weight.grad is None]
             # Without these gradients, torch does not average the others of the same bucket.

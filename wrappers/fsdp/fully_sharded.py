@@ -260,21 +260,21 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
             self._leaves.clear()
 
 
-def _read(module: nn.Module, given: dict[str, Any], detect: bool) -> FsdpOptions:
+def _read(module: nn.Module, options: dict[str, Any], detect: bool) -> FsdpOptions:
     """Read the options; an error on one rank is raised on every rank."""
     parsed: list[FsdpOptions] = []
 
     def check() -> dict[str, Any]:
         # Not the check of a subclass, which may have other arguments.
-        StepFullyShardedDataParallel.check_options(given)
+        StepFullyShardedDataParallel.check_options(options)
         # Read only once, because options may be iterators.
-        parsed.append(read_options(given))
+        parsed.append(read_options(options))
         check_model(module, detect)
         return {}
 
-    ranks = given.get("device_mesh") if given["mesh"] is None else given["mesh"]
+    ranks = options.get("device_mesh") if options["mesh"] is None else options["mesh"]
     ranks = ranks.device_mesh if isinstance(ranks, Mesh) else ranks
-    if given.get("process_group") is None:
+    if options.get("process_group") is None:
         agree(check, ranks if isinstance(ranks, DeviceMesh) else None)
     else:
         # Ranks outside of this group need not construct the wrapper, so ranks are not compared.

@@ -116,12 +116,12 @@ def _averaged(parameters: Sequence[Tensor], custom: Any) -> Iterable[tuple[Any, 
     if custom is not None:
         yield custom, parameters
         return
-    left = {id(parameter): parameter for parameter in parameters}
+    remaining = {id(parameter): parameter for parameter in parameters}
     # The last wrapper first: earlier ones around the same model may exist on some ranks only, where
     # they have not been collected yet.
     for wrapper in reversed([*averaging_wrappers]):
         inside = map(id, wrapper.parameters())
-        averaged = [left.pop(key) for key in inside if key in left]
+        averaged = [remaining.pop(key) for key in inside if key in remaining]
         group = model_features(wrapper).data_group
         if averaged and distributed.get_world_size(group) > 1:
             yield wrapper, averaged

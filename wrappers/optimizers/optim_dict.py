@@ -57,8 +57,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
         gates: list[PhaseGate] = []
         for name, wrapper in optim_wrappers.items():
             if isinstance(wrapper, OptimWrapper) and len(optim_wrappers) > 1:
-                others = [gate for gate in wrapper.gates if not isinstance(gate, PhaseGate)]
-                wrapper.gates = [PhaseGate(name, wrapper, gates), *others]
+                other_gates = [gate for gate in wrapper.gates if not isinstance(gate, PhaseGate)]
+                wrapper.gates = [PhaseGate(name, wrapper, gates), *other_gates]
                 skip_empty_updates(wrapper)
         self._followers: set[str] = set()
         # Each member's micro-batches before the current batch; None without `begin_batch`.
