@@ -162,7 +162,7 @@ class Share:
     def _compare(self, batch: Any) -> None:
         """Compare the first batches of the ranks, and decide whether to divide them."""
         rows = [] if batch is _END else _row_digests(batch)
-        # Identical rows, as in a benchmark, do not show which rank they belong to.
+        # A benchmark may have identical rows, which do not show the rank that they belong to.
         is_telling = batch is not _END and (len(rows) < 2 or len(set(rows)) > 1)
         everyone: list[tuple[bytes | None, list[bytes]]] = TorchDist(self._group).all_gather_object(
             (digest(batch) if is_telling else None, rows)
@@ -297,7 +297,7 @@ def _collect_facts(loader: Any) -> _Facts:
         return _Facts(is_opaque=True)
     try:
         if isinstance(loader, Sequence):
-            # Identical batches, as in a benchmark, do not show which rank they belong to.
+            # A benchmark may have identical batches, which do not show the rank of the loader.
             ends = [digest(loader[index]) for index in (0, 1, -1)[: len(loader)]]
             is_telling = None not in ends and (len(ends) == 1 or len(set(ends)) > 1)
             return _Facts(digest([len(loader), *ends]) if is_telling else None)
