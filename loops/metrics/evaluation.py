@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy, deepcopy
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -203,6 +204,8 @@ def merge_metrics(metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | N
         for key, reduction in leaf_metric._reductions.items():
             values = [_moved(states[index][key], leaf_metric.device) for states in by_rank]
             setattr(leaf_metric, key, _merged(values, reduction))
+            if getattr(reduction, "__name__", "") == "dim_zero_mean" and get_rank(group) == 0:
+                _warn_of_mean(type(leaf_metric).__name__, key)
 
 
 def compute_metrics(
@@ -263,6 +266,16 @@ def _moved(state: Any, device: torch.device) -> Any:
     if isinstance(state, (list, tuple)):
         return type(state)(_moved(entry, device) for entry in state)
     return state
+
+
+@cache
+def _warn_of_mean(metric_name: str, key: str) -> None:
+    logger.warning(
+        "%s: the state %r is averaged over the processes (dist_reduce_fx), whatever their numbers "
+        "of samples, so the result depends on the number of processes; keep a total and a count "
+        "with dist_reduce_fx='sum', and divide them in compute",
+        *(metric_name, key),
+    )
 
 
 def _merged(values: Sequence[Any], reduction: Any) -> Any:

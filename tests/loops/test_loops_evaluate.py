@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from functools import partial
 from pathlib import Path
@@ -193,6 +194,42 @@ def test_other_outputs_come_with_their_batch_and_results_are_flattened() -> None
     by_rank = run_ranks(_count_pairs, 3)
     assert by_rank[0] == by_rank[1] == by_rank[2]
     assert by_rank[0]["pairs/sums/0"] == 7
+
+
+class MeanOfMeans(Metric):
+    """A metric whose state depends on how the samples are divided."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.add_state("level", torch.zeros(()), dist_reduce_fx=reduction)
+
+    def update(self, value: Tensor) -> None:
+        self.level = value
+
+    def compute(self) -> Tensor:
+        return self.level
+
+
+def _warnings_of_merging(reduction: str) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("stepwrap.loops.metrics.evaluation")
+    logger.addHandler(handler)
+    for _ in range(2):
+        metric = MeanOfMeans(reduction)
+        metric.update(torch.tensor(1.0))
+        merge_metrics({"level": metric})
+    logger.removeHandler(handler)
+    return messages
+
+
+def test_a_state_that_is_averaged_over_processes_is_reported_once() -> None:
+    (message,), *others = run_ranks(_warnings_of_merging, 3, "mean")
+    for fact in ("MeanOfMeans", "'level'", "dist_reduce_fx='sum'"):
+        assert fact in message
+    assert others == [[], []]
+    assert run_ranks(_warnings_of_merging, 3, "sum") == [[], [], []]
 
 
 def test_mean_loss_weighs_by_samples() -> None:
