@@ -204,7 +204,9 @@ def merge_metrics(metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | N
         for key, reduction in leaf_metric._reductions.items():
             values = [_moved(states[index][key], leaf_metric.device) for states in by_rank]
             setattr(leaf_metric, key, _merged(values, reduction))
-            if getattr(reduction, "__name__", "") == "dim_zero_mean" and get_rank(group) == 0:
+            is_mean = getattr(reduction, "__name__", "") == "dim_zero_mean"
+            # A constant, such as the range of values of a PSNR, is the same on all ranks.
+            if is_mean and get_rank(group) == 0 and not _are_equal(values):
                 _warn_of_mean(type(leaf_metric).__name__, key)
 
 
@@ -266,6 +268,10 @@ def _moved(state: Any, device: torch.device) -> Any:
     if isinstance(state, (list, tuple)):
         return type(state)(_moved(entry, device) for entry in state)
     return state
+
+
+def _are_equal(tensors: Sequence[Tensor]) -> bool:
+    return all(torch.equal(tensor, tensors[0]) for tensor in tensors)
 
 
 @cache

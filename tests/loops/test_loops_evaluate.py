@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from loop_parts import Unsized, make_data, make_loader, make_state
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -210,7 +211,7 @@ class MeanOfMeans(Metric):
         return self.level
 
 
-def _warnings_of_merging(reduction: str) -> list[str]:
+def _warnings_of_merging(reduction: str, is_constant: bool = False) -> list[str]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -218,13 +219,14 @@ def _warnings_of_merging(reduction: str) -> list[str]:
     logger.addHandler(handler)
     for _ in range(2):
         metric = MeanOfMeans(reduction)
-        metric.update(torch.tensor(1.0))
+        metric.update(torch.tensor(1.0 if is_constant else float(dist.get_rank())))
         merge_metrics({"level": metric})
     logger.removeHandler(handler)
     return messages
 
 
 def test_a_state_that_is_averaged_over_processes_is_reported_once() -> None:
+    assert run_ranks(_warnings_of_merging, 3, "mean", True) == [[], [], []]
     (message,), *others = run_ranks(_warnings_of_merging, 3, "mean")
     for fact in ("MeanOfMeans", "'level'", "dist_reduce_fx='sum'"):
         assert fact in message
