@@ -318,7 +318,7 @@ def test_a_missing_library_is_one_line(here: Path, capfd: pytest.CaptureFixture[
         'model = dict(type="ImageClassifier")\n'
         "val_dataloader = dict(\n"
         'dataset=dict(type="ImageNet"), sampler=dict(type="DefaultSampler"))\n'
-        'val_evaluator = [dict(type="ForeignAccuracy"), dict(type="other.Score")]\n'
+        'val_evaluator = [dict(type="ForeignAccuracy"), dict(type="absent_library.Score")]\n'
         'optim_wrapper = dict(optimizer=dict(type="AdamW", lr=0.1))\n'
     )
     assert main(["convert", "mm.py"]) == 3
@@ -328,7 +328,7 @@ def test_a_missing_library_is_one_line(here: Path, capfd: pytest.CaptureFixture[
     assert [line.strip() for line in lines] == [
         "mm.py:1: default_scope: install nolibrary for the conversion; it registers"
         " ImageClassifier, ImageNet, ForeignAccuracy",
-        "install other for the conversion; it registers other.Score",
+        "install absent_library for the conversion; it registers absent_library.Score",
     ]
 
 

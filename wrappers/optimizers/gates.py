@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -119,6 +119,7 @@ class PhaseGate(Gate):
         # The gradients of this member, during a backward of another one.
         self._held: dict[Tensor, Tensor] = {}
         self._sharded: dict[Tensor, Any] = {}
+        self._unreached: set[Tensor] = set()
         # By parameter: a gradient that only other members' backwards have made, and its version.
         self._foreign: dict[Tensor, tuple[Tensor, int]] = {}
         self._logged: set[str] = set()
@@ -157,7 +158,7 @@ class PhaseGate(Gate):
         """Forget gradients that were cleared."""
         self._foreign = {}
 
-    def hold(self, shared: Collection[Tensor]) -> None:
+    def hold(self, shared: Set[Tensor]) -> None:
         """Take away the gradients of this member, except in ``shared`` parameters."""
         # FSDP keeps gradients of an unfinished window elsewhere, and adds all of them at once.
         in_window = not self._optim_wrapper.should_update()
@@ -165,19 +166,25 @@ class PhaseGate(Gate):
             if parameter in shared:
                 continue
             if in_window and is_dtensor(parameter):
-                self._sharded[parameter] = _version(parameter)
+                # In a backward that cannot reach a frozen parameter, FSDP may still reduce what it
+                # keeps of the window, which changes the gradient without adding to it.
+                if parameter.requires_grad:
+                    self._sharded[parameter] = _version(parameter)
+                else:
+                    self._unreached.add(parameter)
             elif (gradient := parameter.grad) is not None and parameter not in self._foreign:
                 # A copy, because DDP may use the memory of the gradient in the other backward.
                 self._held[parameter] = gradient.clone()
                 parameter.grad = None
 
-    def release(self, shared: Collection[Tensor], maker: str) -> None:
+    def release(self, shared: Set[Tensor], maker: str) -> None:
         """Restore the gradients of this member after a backward of the member ``maker``.
 
         Raises:
             RuntimeError: FSDP has added them to gradients of an unfinished window.
         """
         reached: list[Tensor] = []
+        expected = shared | self._unreached
         for parameter in get_parameters(self._optim_wrapper.optimizer):
             gradient = parameter.grad
             if parameter in self._held:
@@ -186,9 +193,9 @@ class PhaseGate(Gate):
             elif parameter in self._sharded:
                 if self._sharded[parameter] != _version(parameter):
                     raise RuntimeError(self._explanation(maker, [parameter], "cannot be dropped"))
-            elif gradient is not None and parameter not in shared:
+            elif gradient is not None and parameter not in expected:
                 self._foreign[parameter] = gradient, gradient._version
-        self._held, self._sharded = {}, {}
+        self._held, self._sharded, self._unreached = {}, {}, set()
         reached = reached or list(self.foreign)
         if reached and maker not in self._logged and get_rank() == 0:
             self._logged.add(maker)
