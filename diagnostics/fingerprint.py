@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..wrappers.sharding.layout import local_part
+from ..wrappers.layout import local_part
 
 # The bytes that an accelerator hashes at once: blocks avoid a copy of the whole model.
 _BLOCK = 1 << 23

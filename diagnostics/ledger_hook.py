@@ -18,7 +18,7 @@ from ..loops.hooks.monitors import get_optimizers
 from ..loops.schedule import positive
 from ..loops.state import LoopState, fetch
 from ..registry import HOOKS
-from ..wrappers.sharding.layout import reshard
+from ..wrappers.layout import reshard
 from .fingerprint import get_bits, hash_bytes, hash_streams, hash_tensors
 from .ledger import Item, LedgerWriter
 

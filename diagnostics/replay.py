@@ -36,7 +36,7 @@ from ..runner.jobs import Job, on_ranks, prepared
 from ..runner.parts import build_parts
 from ..runner.runner import Runner
 from ..runner.sections import read_sections
-from ..wrappers.sharding.layout import local_part, reshard
+from ..wrappers.layout import local_part, reshard
 
 _MOST_ROWS = 15
 # The time that ranks wait for a rank in the debugger: a week.

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..collectives import get_rank
 from ..wrappers.features import OptimFeatures, optim_features
-from ..wrappers.sharding.layout import drop_unreduced_gradients
+from ..wrappers.layout import drop_unreduced_gradients
 from .state import LoopState
 
 logger = logging.getLogger(__name__)

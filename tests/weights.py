@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stepwrap.wrappers.sharding.layout import as_global
+from stepwrap.wrappers.layout import as_global
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:

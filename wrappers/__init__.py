@@ -20,6 +20,7 @@ from .batchnorm.sync_batchnorm import (
 from .ddp.comm_hooks import CommHook
 from .ddp.distributed import StepDistributedDataParallel, UnusedParametersError
 from .ddp.separate import SeparateDistributedDataParallel
+from .layout import total_norm
 from .optimizers.amp import AmpOptimWrapper
 from .optimizers.loss_weight import LossWeight
 from .optimizers.optim import OptimWrapper
@@ -31,7 +32,6 @@ from .replicas.replicate import CallbackContext, exec_data_parallel_replication_
 from .replicas.scatter_gather import dict_gather, user_scattered
 from .replicas.session import ReplicationError, ReplicationSession
 from .replicas.sync_master import FutureResult, SlavePipe, SyncMaster
-from .sharding.layout import total_norm
 from .sharding.mesh import Mesh, build_mesh
 from .sharding.meta_init import meta_parameters
 from .step_data_parallel import StepDataParallel

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...collectives import all_gather_object
-from ...wrappers.sharding.layout import reshard
+from ...wrappers.layout import reshard
 from ..rng import capture_rng
 from ..state import LoopState, WeightSource
 from . import files as disk

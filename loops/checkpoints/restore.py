@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...collectives import get_rank
 from ...registry.local_paths import require_local
 from ...wrappers.features import model_features
-from ...wrappers.sharding.layout import is_sharded, reshard
+from ...wrappers.layout import is_sharded, reshard
 from ..rng import mix_seed, restore_rng, seed_rng
 from ..state import LoopState, PartReader, mean_logs
 from . import weights

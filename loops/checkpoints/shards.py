@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ...wrappers.sharding.layout import get_layout, is_dtensor, local_part
+from ...wrappers.layout import get_layout, is_dtensor, local_part
 from .files import CheckpointError, find_damage, read_tensors, read_text, reading
 
 TABLE = "shards.json"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...wrappers import is_model_wrapper
 from ...wrappers.features import model_features, optim_features
-from ...wrappers.sharding.layout import (
+from ...wrappers.layout import (
     Layout,
     as_global,
     drop_unreduced_gradients,

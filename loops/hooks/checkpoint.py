@@ -13,7 +13,7 @@ from typing import Any
 
 from ...collectives import all_gather_object, broadcast, get_rank
 from ...registry import HOOKS
-from ...wrappers.sharding.layout import reshard
+from ...wrappers.layout import reshard
 from ..checkpoints.checkpoint import (
     list_checkpoints,
     prune_checkpoints,

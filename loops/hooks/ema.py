@@ -15,7 +15,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from ...collectives import distributed_available
 from ...registry import HOOKS
 from ...wrappers.features import model_features, optim_features
-from ...wrappers.sharding.layout import as_global, copy_whole_, local_part, reshard
+from ...wrappers.layout import as_global, copy_whole_, local_part, reshard
 from ...wrappers.steps.preprocess import as_call
 from ..checkpoints.shards import load_whole_tensors
 from ..checkpoints.weights import (

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...collectives import all_gather_object, get_rank, mean_scalars
 from ...registry import HOOKS
 from ...wrappers import total_norm
-from ...wrappers.sharding.layout import local_part, reshard
+from ...wrappers.layout import local_part, reshard
 from ..checkpoints.weights import plain_name, user_model
 from ..hook import Hook, Scalars
 from ..schedule import Cadence

@@ -19,7 +19,7 @@ from torch import nn
 
 from ...collectives import all_gather_object, get_rank, get_world_size
 from ...registry import HOOKS
-from ...wrappers.sharding.layout import get_layout, local_part
+from ...wrappers.layout import get_layout, local_part
 from ...wrappers.sharding.mesh import check_axes
 from ..checkpoints.weights import get_device, num_data_ranks, plain_name, user_model
 from ..hook import Hook

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from ...collectives import all_gather_object
 from ...wrappers import AmpOptimWrapper, OptimWrapper
+from ...wrappers.layout import is_dtensor, reshard, take_part
 from ...wrappers.optimizers.optim_state import add_names, has_names, match_by_name
 from ...wrappers.optimizers.param_groups import parameter_names
-from ...wrappers.sharding.layout import is_dtensor, reshard, take_part
 from .tree import DDPStrategy, LightningModule, Trainer
 
 logger = logging.getLogger(__name__)

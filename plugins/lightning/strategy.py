@@ -22,8 +22,8 @@ from ...wrappers import (
     wrap_model,
 )
 from ...wrappers.features import model_features
+from ...wrappers.layout import get_parameters
 from ...wrappers.optimizers.first_update import compare_gradients
-from ...wrappers.sharding.layout import get_parameters
 from .module import StepLightningModule
 from .shards import (
     FullStateStrategy,

@@ -24,7 +24,7 @@ from stepwrap.wrappers import (
     build_mesh,
     wrap_model,
 )
-from stepwrap.wrappers.sharding.layout import as_dtensor, get_layout
+from stepwrap.wrappers.layout import as_dtensor, get_layout
 
 # The kind of parallelism and the number of ranks.
 CASES = [

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from stepwrap.loops import EMAHook, GradNormHook, LoopState, NanGuardHook, NonFiniteError
 from stepwrap.wrappers import OptimWrapper, SingleDevice, SupervisedModel
-from stepwrap.wrappers.sharding.layout import is_sharded, local_part
+from stepwrap.wrappers.layout import is_sharded, local_part
 
 KINDS = [
     *(("fsdp", 2), ("tensor", 2)),

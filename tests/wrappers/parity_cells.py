@@ -39,8 +39,8 @@ from stepwrap.wrappers import (
     build_mesh,
     wrap_model,
 )
+from stepwrap.wrappers.layout import as_global
 from stepwrap.wrappers.optimizers.optimizer_fit import build_optimizer
-from stepwrap.wrappers.sharding.layout import as_global
 
 WORLDS = (1, 2, 4)
 BOUNDS = {"fp64": 1e-12, "fp32": 2e-6, "bf16": 2e-2, "fp16": 2e-2}

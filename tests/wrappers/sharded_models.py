@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from stepwrap.wrappers.sharding.layout import as_dtensor, get_layout
+from stepwrap.wrappers.layout import as_dtensor, get_layout
 
 # FSDP2 or tensor parallelism alone.
 KINDS = ("fsdp", "tensor")

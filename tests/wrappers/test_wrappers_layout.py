@@ -12,7 +12,7 @@ from sharded_models import CASES, Readable, data, net, spread, whole, whole_grad
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stepwrap.wrappers.sharding.layout import (
+from stepwrap.wrappers.layout import (
     as_global,
     copy_whole_,
     get_layout,
@@ -113,7 +113,7 @@ def test_the_norm_equals_the_norm_of_whole_tensors(size: int, kind: str) -> None
         reduced.append(tensor.numel())
         return real(tensor, *args, **kwargs)
 
-    import stepwrap.wrappers.sharding.layout as module
+    import stepwrap.wrappers.layout as module
 
     module.all_reduce = counted
     results = []

@@ -26,8 +26,8 @@ from stepwrap.wrappers import (
     build_mesh,
     wrap_model,
 )
+from stepwrap.wrappers.layout import reshard
 from stepwrap.wrappers.optimizers.optimizer_fit import build_optimizer
-from stepwrap.wrappers.sharding.layout import reshard
 
 ALL = [
     name

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from stepwrap.wrappers.layout import get_layout, is_sharded, local_part
 
 # torch's classes, imported without their warning.
 from stepwrap.wrappers.optimizers.post_local_sgd import PostLocalSGDOptimizer
 from stepwrap.wrappers.optimizers.post_local_sgd import (
     TorchZeroRedundancyOptimizer as ZeroRedundancyOptimizer,
 )
-from stepwrap.wrappers.sharding.layout import get_layout, is_sharded, local_part
 
 
 def _twins(kind: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:

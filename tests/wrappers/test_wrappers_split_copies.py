@@ -19,7 +19,7 @@ from stepwrap.wrappers import (
     build_mesh,
     wrap_model,
 )
-from stepwrap.wrappers.sharding.layout import as_global, is_sharded
+from stepwrap.wrappers.layout import as_global, is_sharded
 
 PLAN = {"net.0": "colwise", "net.2": "rowwise"}
 CLIP = {"max_norm": 0.05}

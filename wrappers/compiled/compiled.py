@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed
 from torch.fx import Interpreter
 
-from ..sharding.layout import get_parameters
+from ..layout import get_parameters
 from ..sharding.mesh import broadcast_from_first_rank
 from ..steps.preprocess import as_call, get_device
 from ..steps.step import parse_losses

@@ -17,13 +17,13 @@ from ...collectives import get_rank
 from ..batchnorm.sync_batchnorm import SynchronizedBatchNorm
 from ..ddp.distributed import StepDistributedDataParallel
 from ..features import require_optim_wrapper
+from ..layout import is_dtensor
 from ..optimizers.amp import AmpOptimWrapper
 from ..optimizers.first_update import FirstUpdate
 from ..optimizers.gates import GradientGate
 from ..optimizers.optim import OptimWrapper
 from ..optimizers.optim_state import has_sharded_state
 from ..optimizers.windows import WeightedWindow
-from ..sharding.layout import is_dtensor
 from ..sharding.mesh import broadcast_from_first_rank
 from ..steps.preprocess import as_call, get_device
 from ..steps.step import MODULE_HOOKS, SingleDevice, only_moves, parse_losses

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..sharding.layout import fsdp_roots
+from ..layout import fsdp_roots
 from ..torch_functions import refuse_double_backward, uncompiled
 from .torch_internals import (
     check_torch,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...registry import OPTIM_WRAPPERS, nearest
-from ..sharding.layout import get_parameters, has_placed_parameters
+from ..layout import get_parameters, has_placed_parameters
 from ..torch_functions import check_options, option_names
 from .gates import skip_empty_updates
 from .optim import OptimWrapper

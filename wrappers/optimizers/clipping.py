@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from ..sharding.layout import get_parameters, has_placed_parameters, local_part, total_norm
+from ..layout import get_parameters, has_placed_parameters, local_part, total_norm
 from ..torch_functions import check_options, option_names
 
 _CLIPS: dict[str, Any] = {"norm": clip_grad_norm_, "value": clip_grad_value_}

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ...collectives import comm_device
 from ..features import model_features
-from ..sharding.layout import get_layout, get_parameters, is_dtensor, local_part, split_models
+from ..layout import get_layout, get_parameters, is_dtensor, local_part, split_models
 from ..steps.step_checks import DifferentGradientsError, averaging_wrappers, has_custom_step
 from .gates import Gate
 from .optimizer_fit import align_fused_state, check_fused_gradients

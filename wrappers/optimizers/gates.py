@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ...collectives import get_rank
 from ..features import model_features, optim_features
-from ..sharding.layout import get_parameters, is_dtensor, local_part
+from ..layout import get_parameters, is_dtensor, local_part
 from ..steps.step_checks import has_custom_step
 
 logger = logging.getLogger(__name__)

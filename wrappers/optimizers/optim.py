@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ...collectives import get_rank
 from ...registry import OPTIM_WRAPPERS
 from ..features import OptimFeatures
-from ..sharding.layout import drop_unreduced_gradients, get_parameters, is_dtensor, no_sync
+from ..layout import drop_unreduced_gradients, get_parameters, is_dtensor, no_sync
 from .clipping import GradClip
 from .first_update import FirstUpdate
 from .gates import (

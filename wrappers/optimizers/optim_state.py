@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..sharding.layout import (
+from ..layout import (
     as_global,
     get_layout,
     get_parameters,

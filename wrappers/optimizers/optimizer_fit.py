@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.optim import Optimizer
 
-from ..sharding.layout import (
+from ..layout import (
     fsdp_roots,
     get_layout,
     is_dtensor,

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ...collectives import comm_device
 from ..features import model_features
-from ..sharding.layout import get_parameters, local_part
+from ..layout import get_parameters, local_part
 from .gates import Gate
 from .loss_weight import LossWeight
 

@@ -25,7 +25,7 @@ from ...collectives import (
     run_together,
 )
 from ...registry import did_you_mean
-from .layout import local_part
+from ..layout import local_part
 
 _BUCKET_BYTES = 64 * 2**20
 # None stands for all ranks of the run.

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
-from .layout import get_parameters, local_part
+from ..layout import get_parameters, local_part
 
 
 class PartScaler(ShardedGradScaler):

@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ...registry import did_you_mean
+from ..layout import get_layout, is_dtensor_or_localised, local_part, split_models
 from ..torch_functions import check_options, refuse_double_backward
-from .layout import get_layout, is_dtensor_or_localised, local_part, split_models
 from .mesh import Mesh
 from .split_random import as_whole, mark_split, prepare_dtensors, split_kind
 

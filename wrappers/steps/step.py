@@ -15,7 +15,7 @@ from torch import Tensor, distributed, nn
 from ...collectives import explain_transport
 from ...registry import MODEL_WRAPPERS
 from ..features import ModelFeatures, explain_optim_wrapper
-from ..sharding.layout import refusal
+from ..layout import refusal
 from ..sharding.mesh import broadcast_from_first_rank
 from ..torch_functions import check_options
 from .plain_models import (
