@@ -38,7 +38,7 @@ from turns import in_turns
 
 from stepwrap.configs.digits import Digits, SmallCNN
 from stepwrap.configs.source_lm import CharTransformer, NextCharLoss, SourceText
-from stepwrap.loops import EpochTrainLoop, HookList, LoopState, build_loader
+from stepwrap.loops import EpochTrainLoop, HookList, LoopState, StepBlocksHook, build_loader
 from stepwrap.wrappers import (
     AmpOptimWrapper,
     OptimWrapper,
@@ -265,7 +265,7 @@ def epoch_by_hand(loader: ClockedLoader) -> Callable[[], object]:
     return lambda: train(loader)
 
 
-def epoch_by_loop(loader: ClockedLoader, *, compiled: bool, steps_per_call: int = 1) -> Any:
+def epoch_by_loop(loader: ClockedLoader, *, compiled: bool, block: int = 1) -> Any:
     model, optimizer_class, _, options = perceptron()
     wrapper = SingleDevice(model)
     if compiled:
@@ -275,8 +275,9 @@ def epoch_by_loop(loader: ClockedLoader, *, compiled: bool, steps_per_call: int 
     def run() -> None:
         with tempfile.TemporaryDirectory() as folder:
             state = LoopState(model=wrapper, optim_wrapper=optim, run_dir=Path(folder))
-            loop = EpochTrainLoop(loader, max_epochs=1, steps_per_call=steps_per_call)
-            loop.run(state, HookList([hook() for hook in HOOKS_BY_DEFAULT]))
+            loop = EpochTrainLoop(loader, max_epochs=1)
+            blocks = [StepBlocksHook(block)] if block > 1 else []
+            loop.run(state, HookList([*(hook() for hook in HOOKS_BY_DEFAULT), *blocks]))
 
     return run
 
@@ -287,9 +288,7 @@ def compare_epochs(report: Report, rounds: int, steps: int) -> None:
         BY_HAND: epoch_by_hand(loader),
         EAGER: epoch_by_loop(loader, compiled=False),
         COMPILED: epoch_by_loop(loader, compiled=True),
-        f"{COMPILED}, steps_per_call: {BLOCK}": epoch_by_loop(
-            loader, compiled=True, steps_per_call=BLOCK
-        ),
+        f"{COMPILED}, blocks of {BLOCK} steps": epoch_by_loop(loader, compiled=True, block=BLOCK),
     }
 
     def us_of_epoch(run: Callable[[], object]) -> float:

@@ -12,13 +12,15 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..collectives import get_rank, get_world_size
-from ..loops.checkpoints.weights import get_device, plain_name, user_model
 from ..loops.hook import Hook
 from ..loops.hooks.monitors import get_optimizers
+from ..loops.logs import fetch
 from ..loops.schedule import positive
-from ..loops.state import LoopState, fetch
+from ..loops.state import LoopState
 from ..registry import HOOKS
 from ..wrappers.layout import reshard
+from ..wrappers.steps.preprocess import get_device
+from ..wrappers.unwrap import plain_name, user_model
 from .fingerprint import get_bits, hash_bytes, hash_streams, hash_tensors
 from .ledger import Item, LedgerWriter
 

@@ -23,7 +23,7 @@ from .hooks.note_step import NoteStepHook
 from .hooks.profile import ProfileHook, SystemHook
 from .hooks.progress import ProgressHook
 from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
-from .hooks.spike_guard import SpikeError, SpikeGuardHook
+from .hooks.step_blocks import StepBlocksHook
 from .hooks.time_limit import TimeLimitHook
 from .loggers.files import LogHook
 from .loggers.logger import LoggerHook
@@ -36,6 +36,7 @@ from .metrics.inputs import MetricInputs
 from .predictions.hook import PredictionHook
 from .rng import mix_seed, seed_rng
 from .schedule import Cadence
+from .skipping.spike_guard import SpikeError, SpikeGuardHook
 from .state import LoopState, Phase, Stateful
 from .train import EpochTrainLoop, IterTrainLoop
 
@@ -79,6 +80,7 @@ __all__ = [
     "SpikeError",
     "SpikeGuardHook",
     "Stateful",
+    "StepBlocksHook",
     "SystemHook",
     "TensorBoardHook",
     "TestLoop",

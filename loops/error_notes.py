@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..collectives import Progress, in_progress
 from ..registry import is_users_file
 from ..wrappers.steps.preprocess import get_fields
-from .checkpoints.weights import plain_name, user_model
+from ..wrappers.unwrap import plain_name, user_model
 from .state import LoopState, Phase
 
 # The number of entries of a batch, or kinds of samples, that are shown.

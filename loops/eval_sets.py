@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
-from .checkpoints.weights import get_device
+from ..wrappers.steps.preprocess import get_device
 from .error_notes import add_note
-from .evaluate import Evaluation, Poll, TestLoop, ValLoop
+from .evaluate import TestLoop, ValLoop
+from .evaluation import Evaluation, Poll
 from .hook import HookList
-from .metrics.evaluation import AnyMetric, find_directions
+from .metrics.directions import find_directions
+from .metrics.evaluation import AnyMetric
 from .rng import preserved_rng
 from .state import LoopState, Phase
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from itertools import chain, repeat
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,23 +19,24 @@ from torch.nn.parameter import is_lazy
 from ..collectives import all_gather_object, distributed_available, failure_of, get_rank
 from ..registry import LOOPS
 from ..wrappers.features import model_features, optim_features
-from .checkpoints.weights import get_device, user_model
+from ..wrappers.steps.preprocess import get_device
+from ..wrappers.unwrap import user_model
 from .data.loaders import batches_from, get_length, peek_first_batch, size_before_padding
 from .data.shares import Share
 from .error_notes import get_name, naming_missing_ranks, note_failure, record_inference_tensors
+from .evaluation import Evaluation, Poll, require_step
 from .hook import HookList
 from .metrics import evaluation
+from .metrics.directions import find_directions
 from .metrics.inputs import MetricInputs
 from .rng import preserved_rng
-from .skip_steps import buffer_restorer
 from .state import LoopState, Phase
+from .undo import buffer_restorer
 from .uneven_inputs import get_first_batch, true_on_all_ranks
 
 logger = logging.getLogger(__name__)
 
 _END = object()
-# A function that is called between two batches and may request a stop.
-Poll: TypeAlias = Callable[[LoopState], object]
 _PLAIN = (bool, int, float, str, type(None))
 _STEPS = {Phase.VAL: "val_step", Phase.TEST: "test_step", Phase.PREDICT: "test_step"}
 
@@ -121,34 +121,6 @@ def raise_everywhere(error: Exception | None) -> None:
     )
     if texts:
         raise RuntimeError(f"the evaluation failed on {texts}")
-
-
-class Evaluation(ABC):
-    """An evaluation that can run alone or inside another loop."""
-
-    def run(self, state: LoopState, hooks: HookList) -> dict[str, float]:
-        """Evaluate ``state.model`` and return the metrics; every rank must call this."""
-        try:
-            return self.evaluate(state, hooks, lambda _: None)
-        except BaseException as error:
-            announce_failure(state, hooks, error)
-            raise
-
-    @abstractmethod
-    def evaluate(self, state: LoopState, hooks: HookList, poll: Poll) -> dict[str, float]:
-        """Evaluate inside another loop; every rank must call this."""
-
-    @abstractmethod
-    def adapt_to(self, phase: Phase) -> Any:
-        """Return this evaluation, or a copy of it that is part of another phase."""
-
-
-def adapt_loop(loop: Any, phase: Phase) -> Any:
-    """Return a loop for ``phase``, so that a test with a ``ValLoop`` is recorded as a test.
-
-    Loops of other classes are returned as they are.
-    """
-    return loop.adapt_to(phase) if isinstance(loop, Evaluation) else loop
 
 
 class _EvalLoop(Evaluation):
@@ -301,7 +273,7 @@ class _EvalLoop(Evaluation):
         )
         if self.phase is Phase.VAL:
             state.metrics, state.evaluated_at = results, state.step
-            state.higher_is_better = evaluation.find_directions(self.metrics)
+            state.higher_is_better = find_directions(self.metrics)
         return dict(results)
 
     def _require_batches(self, count: int | None) -> None:
@@ -449,21 +421,3 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         for attributes, values in plain:
             attributes.update(values)
         restore_buffers()
-
-
-def require_step(model: nn.Module, name: str) -> None:
-    if not hasattr(model, name):
-        kind = type(model).__name__
-        raise TypeError(
-            f"the model must have {name}, got a {kind} without it; wrap it, as in "
-            "SingleDevice(model)"
-        )
-
-
-def announce_failure(state: LoopState, hooks: HookList, error: BaseException) -> None:
-    """Call ``on_exception`` of every hook, even if one of them fails."""
-    for on_exception in hooks.on_exception:
-        try:
-            on_exception(state, error)
-        except Exception:
-            logger.exception("a hook failed while handling %s", type(error).__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from ..registry import did_you_mean
 from .state import LoopState
+
+logger = logging.getLogger(__name__)
 
 Scalars = dict[str, "Tensor | float"]
 Listener: TypeAlias = Callable[..., None]
@@ -59,9 +62,7 @@ class Hook:
         """Return ``listener``, or a function that wraps it and is called at ``event`` instead.
 
         ``listener`` is a method of ``hook``. Called for all listeners of other hooks whenever a
-        ``HookList`` is built. The function must call ``listener`` with its arguments. If it has a
-        ``__self__``, this must be ``hook``, since ``steps_per_call`` looks there for the class of
-        the hook.
+        ``HookList`` is built. The function must call ``listener`` with its arguments.
         """
         return listener
 
@@ -201,6 +202,14 @@ class HookList:
         """Call the listeners of an event, in order."""
         for listener in getattr(self, event):
             listener(*args)
+
+    def emit_exception(self, state: LoopState, error: BaseException) -> None:
+        """Call ``on_exception`` of every hook, even if one of them fails."""
+        for on_exception in self.on_exception:
+            try:
+                on_exception(state, error)
+            except Exception:
+                logger.exception("a hook failed while handling %s", type(error).__name__)
 
     def without(self, *events: str) -> HookList:
         """Return a list of the same hooks without listeners for ``events``."""

@@ -100,8 +100,8 @@ class StopSignals:
 
     def _stop(self, state: LoopState, number: int) -> None:
         if number:
-            state.signal, self._pending, self._is_stopping = number, 0, True
-            state.request_stop(f"received {signal.Signals(number).name}")
+            self._pending, self._is_stopping = 0, True
+            state.request_stop(f"received {signal.Signals(number).name}", signal=number)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._received == signal.SIGINT:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from time import monotonic
 from typing import Any
 
 from ..registry import LOOPS
 from ..wrappers.features import require_optim_wrapper
-from .checkpoints.restore import load_checkpoint
 from .data.layout import split_into_updates
 from .data.loaders import get_length
 from .data.resume import batches_of_pass, make_resumable
 from .data.shares import Share
 from .error_notes import naming_missing_ranks, note_failure
-from .eval_sets import EvalSets
-from .evaluate import TestLoop, ValLoop, adapt_loop, announce_failure, require_step
+from .evaluation import Evaluation, adapt_loop, require_step
 from .hook import HookList, Scalars
-from .metrics.evaluation import find_directions
+from .logs import merged_means
+from .metrics.directions import find_directions
 from .schedule import (
     Budget,
     EpochBudget,
@@ -30,9 +30,10 @@ from .schedule import (
     start_counting,
 )
 from .signals import StopSignals
-from .skip_steps import Rollback, parse_skip_steps, skip_listed_steps
-from .state import LoopState, Phase, merged_means
-from .steps import combine_blocks, get_step
+from .skipping.rollback import Rollback
+from .skipping.skip_steps import parse_skip_steps, skip_listed_steps
+from .state import LoopState, Phase
+from .steps import get_step
 from .uneven_inputs import PassInputs, divide_among_ranks
 
 # The buffer of raw log values is reduced after this many updates, to bound its memory.
@@ -47,56 +48,96 @@ _EMPTY = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class _TrainLoop:
     """Train until the budget is used up, starting from the counters of the state.
 
     A run consists of one session, and of another one after each rollback to a checkpoint.
     """
 
-    # Set at the start of each session.
-    _inputs: PassInputs
-    # Set at the start of a run.
-    _signals: StopSignals
-    # False if a session is still to run: at the start and after a rollback.
-    _ended = False
-    # At first the step at which the session started, then the step of its final log record.
-    _closed_at = 0
+    dataloader: Iterable[Any]
+    _: KW_ONLY
+    val_loop: Evaluation | None = None
+    val_begin: int | None = None
+    val_interval: int
+    dynamic_intervals: Sequence[tuple[int, int]] | None = None
+    log_every_steps: int = 50
+    sanity_val: bool = True
+    skip_steps: Sequence[int | str] = ()
+    prefetch_to_device: bool = False
+    per_rank: bool = False
 
-    def __init__(  # noqa: PLR0913
-        self,
-        dataloader: Iterable[Any],
-        budget: Budget,
-        *,
-        val_loop: ValLoop | EvalSets | None,
-        log_every_steps: int,
-        sanity_val: bool,
-        skip_steps: Iterable[int | str],
-        prefetch_to_device: bool,
-        steps_per_call: int,
-        per_rank: bool,
-    ) -> None:
-        if get_length(dataloader) == 0:
+    def __post_init__(self) -> None:
+        self.budget = self._make_budget()
+        if get_length(self.dataloader) == 0:
             raise ValueError(_EMPTY)
-        self.dataloader = make_resumable(dataloader)
-        self.budget = budget
-        self.val_loop: ValLoop | EvalSets | None = adapt_loop(val_loop, Phase.VAL)
-        self.sanity_val = sanity_val
-        self.log_every_steps = positive("log_every_steps", log_every_steps)
-        self.skip_steps = parse_skip_steps(skip_steps)
-        self.prefetch_to_device = prefetch_to_device
-        self.steps_per_call = positive("steps_per_call", steps_per_call)
-        self._share = Share(per_rank)
-        self._by_epoch = isinstance(budget, EpochBudget)
+        self.dataloader = make_resumable(self.dataloader)
+        self.val_loop = adapt_loop(self.val_loop, Phase.VAL)
+        positive("log_every_steps", self.log_every_steps)
+        self._skip_steps = parse_skip_steps(self.skip_steps)
+        self._share = Share(self.per_rank)
+        self._by_epoch = isinstance(self.budget, EpochBudget)
         # The last update of the run; None if epochs are counted.
-        self._last_step = None if self._by_epoch else budget.last
+        self._last_step = None if self._by_epoch else self.budget.last
 
-    @contextmanager
-    def _begin(self, state: LoopState, hooks: HookList) -> Iterator[HookList]:
+    @abstractmethod
+    def _make_budget(self) -> Budget:
+        """Return the length of the run."""
+
+    @abstractmethod
+    def _train(self, state: LoopState, hooks: HookList) -> None:
+        """Train from the position in ``state`` to the end or a stop."""
+
+    def run(self, state: LoopState, hooks: HookList) -> LoopState:
+        """Train from the position in ``state`` to the end or a stop; every rank must call this."""
         self._check(state)
-        self._ended = False
         # Around all sessions, so that a signal during a rollback stops the next session.
         with StopSignals() as self._signals:
-            yield combine_blocks(hooks, state, self.steps_per_call)
+            while True:
+                try:
+                    self._run_session(state, hooks)
+                    return state
+                except Rollback as rollback:
+                    self._restore(rollback, state, hooks)
+
+    def _run_session(self, state: LoopState, hooks: HookList) -> None:
+        self._prepare(state)
+        self._signals.start(state.clock_s)
+        try:
+            with naming_missing_ranks(state):
+                hooks.emit("on_train_start", state)
+                self._train(state, hooks)
+                if not state.signal:
+                    self._signals.poll_now(state)
+                self._record_rest(state, hooks)
+                hooks.emit("on_train_end", state)
+        except BaseException as error:
+            note_failure(error, state, self.dataloader, "train_step")
+            hooks.emit_exception(state, error)
+            raise
+
+    def _restore(self, rollback: Rollback, state: LoopState, hooks: HookList) -> None:
+        try:
+            rollback.restore(state)
+        except BaseException as error:
+            hooks.emit_exception(state, error)
+            raise
+
+    def _prepare(self, state: LoopState) -> None:
+        """Divide the data among the ranks, plan the run, and reset what belongs to a session."""
+        self.dataloader = divide_among_ranks(self._share, self.dataloader, state)
+        split_into_updates(state, self.dataloader)
+        self._inputs = inputs = PassInputs(state, self.dataloader, self.budget, self._share)
+        if self.sanity_val and isinstance(self.val_loop, Evaluation):
+            self.val_loop.try_batch(state)
+        last = self.budget.plan(state, inputs.length, is_exact=inputs.has_exact_length)
+        start_counting(
+            state.optim_wrapper, state.model, state.iteration, last, by_updates=not self._by_epoch
+        )
+        state.dataloader = self.dataloader
+        state.start_session(self._skip_steps, in_window=has_gradients(state.model))
+        # At first the step at which the session started, then the step of its final log record.
+        self._closed_at = state.step
 
     def _pass(self, state: LoopState, hooks: HookList) -> None:
         optim, log = state.optim_wrapper, state.logs.append
@@ -110,13 +151,10 @@ class _TrainLoop:
             log((state.step + 1, logs))
             for on_batch_end in hooks.on_batch_end:
                 on_batch_end(state, batch, logs)
-            state.iteration += 1
-            state.batch += 1
+            state.finish_batch()
             if not optim.should_update():
                 continue
-            state.step += 1
-            state.updated_at = (state.epoch, state.batch, state.iteration)
-            state.in_step = False
+            state.finish_update()
             for on_update in hooks.on_update:
                 on_update(state)
             if state.together:
@@ -161,10 +199,7 @@ class _TrainLoop:
             self._record(state, hooks)
 
     def _end_pass(self, state: LoopState, hooks: HookList) -> None:
-        state.epoch += 1
-        state.batch = 0
-        if state.updated_at is not None and state.updated_at[2] == state.iteration:
-            state.updated_at = (state.epoch, 0, state.iteration)
+        state.finish_pass()
         if self._by_epoch:
             self._validate(state, hooks)
         hooks.emit("on_save_point", state)
@@ -183,45 +218,6 @@ class _TrainLoop:
         if state.evaluated_at != state.step and self._validate(state, hooks):
             hooks.emit("on_save_point", state)
 
-    @contextmanager
-    def _session(self, state: LoopState, hooks: HookList) -> Iterator[None]:
-        """Start and end a session: prepare the state, handle signals and errors, roll back."""
-        self.dataloader = divide_among_ranks(self._share, self.dataloader, state)
-        split_into_updates(state, self.dataloader)
-        self._inputs = PassInputs(state, self.dataloader, self.budget, self._share)
-        if self.sanity_val and isinstance(self.val_loop, (ValLoop, TestLoop, EvalSets)):
-            self.val_loop.try_batch(state)
-        inputs = self._inputs
-        last = self.budget.plan(state, inputs.length, is_exact=inputs.has_exact_length)
-        start_counting(
-            state.optim_wrapper, state.model, state.iteration, last, by_updates=not self._by_epoch
-        )
-        state.dataloader = self.dataloader
-        state.stop_reason, state.signal, state.in_step = "", 0, False
-        state.skip_steps, state.skipped = set(self.skip_steps) or None, False
-        state.updated_at = None
-        if not has_gradients(state.model):
-            state.updated_at = (state.epoch, state.batch, state.iteration)
-        state.logs.start()
-        self._closed_at = state.step
-        self._ended = True
-        self._signals.start(state.clock_s)
-        try:
-            with naming_missing_ranks(state):
-                hooks.emit("on_train_start", state)
-                yield
-                if not state.signal:
-                    self._signals.poll_now(state)
-                self._record_rest(state, hooks)
-                hooks.emit("on_train_end", state)
-        except BaseException as error:
-            note_failure(error, state, self.dataloader, "train_step")
-            announce_failure(state, hooks, error)
-            if not isinstance(error, Rollback):
-                raise
-            load_checkpoint(error.checkpoint).restore(state)
-            self._ended = False
-
     def _check(self, state: LoopState) -> None:
         if state.optim_wrapper is None:
             raise ValueError("training needs an optimizer wrapper, but state.optim_wrapper is None")
@@ -238,6 +234,7 @@ class _TrainLoop:
 
 
 @LOOPS.register_module(name=["EpochTrainLoop", "EpochBasedTrainLoop"])
+@dataclass(eq=False, repr=False, kw_only=True)
 class EpochTrainLoop(_TrainLoop):
     """A training loop that runs for a number of epochs and validates between them.
 
@@ -262,8 +259,6 @@ class EpochTrainLoop(_TrainLoop):
             "1200-1210". These steps are counted but make no update; see docs/hooks.md.
         prefetch_to_device: copy each batch to the model's CUDA device on a separate stream, and
             read one batch ahead when that cannot affect a resumed run; see docs/configs.md.
-        steps_per_call: a compiled step checks for changes of the model only once per this many
-            steps, unless user-defined hooks act at each step; see docs/performance.md.
         per_rank: whether ``dataloader`` gives each rank its own data. If false, the ranks compare
             their first batches, and divide them if they are the same; see docs/data.md.
 
@@ -272,54 +267,29 @@ class EpochTrainLoop(_TrainLoop):
         AssertionError: ``max_epochs`` is not a whole number.
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        dataloader: Iterable[Any],
-        *,
-        max_epochs: int,
-        val_loop: ValLoop | EvalSets | None = None,
-        val_begin: int | None = None,
-        val_interval: int = 1,
-        dynamic_intervals: Sequence[tuple[int, int]] | None = None,
-        log_every_steps: int = 50,
-        sanity_val: bool = True,
-        skip_steps: Sequence[int | str] = (),
-        prefetch_to_device: bool = False,
-        steps_per_call: int = 1,
-        per_rank: bool = False,
-    ) -> None:
-        super().__init__(
-            dataloader,
-            EpochBudget(max_epochs, val_begin, val_interval, dynamic_intervals),
-            val_loop=val_loop,
-            log_every_steps=log_every_steps,
-            sanity_val=sanity_val,
-            skip_steps=skip_steps,
-            prefetch_to_device=prefetch_to_device,
-            steps_per_call=steps_per_call,
-            per_rank=per_rank,
-        )
-        self.max_epochs = self.budget.last
+    max_epochs: int
+    val_interval: int = 1
 
-    def run(self, state: LoopState, hooks: HookList) -> LoopState:
-        """Train from the position in ``state`` to the end or a stop; every rank must call this."""
-        with self._begin(state, hooks) as hooks:
-            while not self._ended:
-                with self._session(state, hooks):
-                    self._validate_if_pending(state, hooks)
-                    while self.budget.continues(state):
-                        state.model.train()
-                        hooks.emit("on_epoch_start", state)
-                        with self._inputs.joined(state):
-                            self._pass(state, hooks)
-                        if state.stop_reason:
-                            break
-                        hooks.emit("on_epoch_end", state)
-                        self._end_pass(state, hooks)
-        return state
+    def _make_budget(self) -> Budget:
+        return EpochBudget(
+            self.max_epochs, self.val_begin, self.val_interval, self.dynamic_intervals
+        )
+
+    def _train(self, state: LoopState, hooks: HookList) -> None:
+        self._validate_if_pending(state, hooks)
+        while self.budget.continues(state):
+            state.model.train()
+            hooks.emit("on_epoch_start", state)
+            with self._inputs.joined(state):
+                self._pass(state, hooks)
+            if state.stop_reason:
+                break
+            hooks.emit("on_epoch_end", state)
+            self._end_pass(state, hooks)
 
 
 @LOOPS.register_module(name=["IterTrainLoop", "IterBasedTrainLoop"])
+@dataclass(eq=False, repr=False, kw_only=True)
 class IterTrainLoop(_TrainLoop):
     """A training loop that runs for a number of optimizer updates, in as many passes as needed.
 
@@ -337,47 +307,19 @@ class IterTrainLoop(_TrainLoop):
     The other arguments are the same as in ``EpochTrainLoop``.
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        dataloader: Iterable[Any],
-        *,
-        max_steps: int,
-        val_loop: ValLoop | EvalSets | None = None,
-        val_begin: int | None = None,
-        val_interval: int = 1000,
-        dynamic_intervals: Sequence[tuple[int, int]] | None = None,
-        log_every_steps: int = 50,
-        sanity_val: bool = True,
-        skip_steps: Sequence[int | str] = (),
-        prefetch_to_device: bool = False,
-        steps_per_call: int = 1,
-        per_rank: bool = False,
-    ) -> None:
-        super().__init__(
-            dataloader,
-            StepBudget(max_steps, val_begin, val_interval, dynamic_intervals),
-            val_loop=val_loop,
-            log_every_steps=log_every_steps,
-            sanity_val=sanity_val,
-            skip_steps=skip_steps,
-            prefetch_to_device=prefetch_to_device,
-            steps_per_call=steps_per_call,
-            per_rank=per_rank,
-        )
-        self.max_steps = self.budget.last
+    max_steps: int
+    val_interval: int = 1000
 
-    def run(self, state: LoopState, hooks: HookList) -> LoopState:
-        """Train from the position in ``state`` to the end or a stop; every rank must call this."""
-        with self._begin(state, hooks) as hooks:
-            while not self._ended:
-                with self._session(state, hooks):
-                    state.model.train()
-                    hooks.emit("on_epoch_start", state)
-                    self._validate_if_pending(state, hooks)
-                    while self.budget.continues(state):
-                        self._pass(state, hooks)
-                        if self.budget.continues(state):
-                            self._end_pass(state, hooks)
-                    if not state.stop_reason:
-                        hooks.emit("on_epoch_end", state)
-        return state
+    def _make_budget(self) -> Budget:
+        return StepBudget(self.max_steps, self.val_begin, self.val_interval, self.dynamic_intervals)
+
+    def _train(self, state: LoopState, hooks: HookList) -> None:
+        state.model.train()
+        hooks.emit("on_epoch_start", state)
+        self._validate_if_pending(state, hooks)
+        while self.budget.continues(state):
+            self._pass(state, hooks)
+            if self.budget.continues(state):
+                self._end_pass(state, hooks)
+        if not state.stop_reason:
+            hooks.emit("on_epoch_end", state)

@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 
 from ..collectives import (
-    TorchDist,
     all_gather_object,
     broadcast,
     comm_device,
     get_rank,
     name_ranks,
 )
-from ..wrappers.features import model_features
+from ..wrappers.features import has_collective_update, model_features
 from .data.layout import IN_ROUNDS, WRONG_LENGTH
 from .data.loaders import get_length
 from .data.resume import FixedPosition
@@ -101,8 +100,8 @@ class PassInputs:
         is_planned = self.has_exact_length or isinstance(self._budget, StepBudget)
         if is_planned or self._weighted or get_window(optim) == 1:
             return False
-        # Wrappers of other libraries and groups of wrappers have no gates.
-        can_close = hasattr(optim, "gates")
+        # Wrappers of other libraries and groups of wrappers cannot.
+        can_close = hasattr(optim, "close_window")
         if not can_close and get_rank() == 0:
             logger.warning(
                 "the number of batches of %s is not certain, so the end of the run is unknown: "
@@ -168,9 +167,6 @@ class PassInputs:
 
         Inside a window this reads one batch ahead, but not at its end, where checkpoints are saved.
         """
-        # Imported lazily: heavy.
-        from ..wrappers.optimizers.windows import close_window
-
         optim, window = state.optim_wrapper, get_window(state.optim_wrapper) or 1
         start = state.iteration // window * window
         begun = state.iteration - (start if state.updated_at is None else state.updated_at[2])
@@ -184,7 +180,7 @@ class PassInputs:
                 position = None if reader is None else FixedPosition(reader)
                 following = next(iterator, _END)
                 if following is _END:
-                    close_window(optim, begun)
+                    optim.close_window(begun)
                     state.data.reader = position
             yield batch
             if following is _UNREAD:
@@ -291,11 +287,12 @@ def divide_among_ranks(share: Share, loader: Any, state: LoopState) -> Any:
 
 def get_first_batch(group: dist.ProcessGroup | None, batch: Any, has_batch: bool) -> Any:
     """Return this rank's first batch, or another rank's if it has none; every rank must call."""
-    ranks = TorchDist(group)
-    has = ranks.all_gather_object(has_batch)
+    has = all_gather_object(has_batch, group)
     if all(has) or not any(has):
         return batch
-    other = ranks.broadcast_object(batch if has_batch else None, has.index(True))
+    source = has.index(True)
+    source = source if group is None else dist.get_global_rank(group, source)
+    other = broadcast(batch if has_batch else None, source, group)
     return batch if has_batch else other
 
 
@@ -307,9 +304,6 @@ def true_on_all_ranks(group: dist.ProcessGroup | None, *values: bool) -> list[bo
 
 
 def _check(state: LoopState, by_epoch: bool) -> None:
-    # Imported lazily: heavy.
-    from ..wrappers import PostLocalSGD, ZeroRedundancyOptimizer
-
     if not by_epoch:
         raise ValueError(
             "uneven_inputs needs an EpochTrainLoop, got an IterTrainLoop, which cannot count "
@@ -323,7 +317,7 @@ def _check(state: LoopState, by_epoch: bool) -> None:
         )
     for member in get_members(state.optim_wrapper):
         optimizer = getattr(member, "optimizer", None)
-        if isinstance(optimizer, (ZeroRedundancyOptimizer, PostLocalSGD)):
+        if has_collective_update(optimizer):
             raise ValueError(
                 f"uneven_inputs cannot be combined with {type(optimizer).__name__}, which "
                 "communicates at each update"

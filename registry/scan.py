@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import cache
 from importlib.metadata import version
@@ -138,7 +138,7 @@ def _offered_by(namespace: str) -> Iterator[Registration]:
         path = _ROOT.joinpath(*namespace.split(".")[1:]).with_suffix(".py")
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                yield _described(node, namespace)
+                yield _described(node, namespace, {})
         return
     for name, summary in _classes()[namespace].items():
         yield Registration(name, summary, (), namespace)
@@ -212,12 +212,13 @@ def _registered_by(tree: ast.Module, module: str) -> Iterator[tuple[str, Registr
         for definition in tree.body
         if isinstance(definition, ast.ClassDef | ast.FunctionDef)
     ]
+    classes = {node.name: node for node in definitions if isinstance(node, ast.ClassDef)}
     for node, call in [
         (definition, call) for definition in definitions for call in definition.decorator_list
     ]:
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
             continue
-        registry, entry = call.func.value, _described(node, module)
+        registry, entry = call.func.value, _described(node, module, classes)
         if call.func.attr == _REGISTER and isinstance(registry, ast.Name):
             name_values = [word.value for word in call.keywords if word.arg == "name"]
             names = ast.literal_eval(name_values[0]) if name_values else node.name
@@ -225,17 +226,21 @@ def _registered_by(tree: ast.Module, module: str) -> Iterator[tuple[str, Registr
             yield registry.id, entry._replace(name=main_name, aliases=tuple(aliases))
 
 
-def _described(node: ast.ClassDef | ast.FunctionDef, module: str) -> Registration:
+def _described(
+    node: ast.ClassDef | ast.FunctionDef, module: str, classes: Mapping[str, ast.ClassDef]
+) -> Registration:
     text = ast.get_docstring(node) or ""
     functions = [
         function for function in (node, *node.body) if isinstance(function, ast.FunctionDef)
     ]
     makers = [function for function in functions if function is node or function.name == "__init__"]
     meanings = documented_items(text, "Args")
+    declarations = [text for maker in makers for text in _declarations(maker.args)]
+    if not makers and isinstance(node, ast.ClassDef) and _is_dataclass(node):
+        declarations = list(_fields(node, classes).values())
     arguments = tuple(
         (declaration, meanings.get(declaration.partition(":")[0], ""))
-        for maker in makers
-        for declaration in _declarations(maker.args)
+        for declaration in declarations
     )
     return Registration(node.name, text.partition("\n")[0], (), module, arguments)
 
@@ -248,6 +253,25 @@ def _declarations(arguments: ast.arguments) -> Iterator[str]:
     for argument, default in zip([*positional, *arguments.kwonlyargs], defaults, strict=True):
         if argument.arg != "self":
             yield ast.unparse(argument) + (f" = {ast.unparse(default)}" if default else "")
+
+
+def _is_dataclass(node: ast.ClassDef) -> bool:
+    decorators = (getattr(call, "func", call) for call in node.decorator_list)
+    return any(getattr(decorator, "id", "") == "dataclass" for decorator in decorators)
+
+
+def _fields(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> dict[str, str]:
+    """Return ``name: type = default`` of each field, also of bases in the same module."""
+    fields: dict[str, str] = {}
+    for base in node.bases:
+        if isinstance(base, ast.Name) and base.id in classes:
+            fields |= _fields(classes[base.id], classes)
+    for line in node.body:
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+            fields[line.target.id] = ast.unparse(line)
+    # The marker of keyword-only fields.
+    fields.pop("_", None)
+    return fields
 
 
 def documented_items(docstring: str, section: str) -> dict[str, str]:

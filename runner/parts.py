@@ -28,7 +28,7 @@ from ..loops import (
     seed_rng,
 )
 from ..loops.data.loaders import FirstBatches
-from ..loops.metrics.evaluation import find_directions
+from ..loops.metrics.directions import find_directions
 from ..registry import (
     DATALOADERS,
     DATASETS,

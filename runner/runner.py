@@ -32,7 +32,8 @@ from ..loops import (
     mix_seed,
     seed_rng,
 )
-from ..loops.evaluate import PredictLoop, adapt_loop
+from ..loops.evaluate import PredictLoop
+from ..loops.evaluation import adapt_loop
 from ..registry import (
     Config,
     config_from_dict,

@@ -40,7 +40,8 @@ from .steps.preprocess import DataPreprocessor
 from .steps.step import SingleDevice, parse_losses, with_train_step
 from .steps.step_checks import detect_anomalous_params
 from .steps.weight_init import BaseModule, initialize
-from .wrapping import auto, compile_step, is_model_wrapper, is_module_wrapper, wrap_model
+from .unwrap import is_model_wrapper, is_module_wrapper
+from .wrapping import auto, compile_step, wrap_model
 
 if TYPE_CHECKING:
     from .fsdp.fully_sharded import StepFullyShardedDataParallel

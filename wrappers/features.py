@@ -126,6 +126,15 @@ class OptimFeatures:
         """Mark the start of a pass over the data, with its length if that is known."""
 
 
+def has_collective_update(optimizer: Any) -> bool:
+    """Return whether ``optimizer`` communicates with other ranks in its updates.
+
+    These are torch's ``ZeroRedundancyOptimizer`` and ``PostLocalSGDOptimizer``, recognised by their
+    attributes, since importing them loads large parts of torch.
+    """
+    return hasattr(optimizer, "consolidate_state_dict") or hasattr(optimizer, "averager")
+
+
 def require_optim_wrapper(optim_wrapper: Any, data: Any = None) -> None:
     """Raise TypeError for an object that is not an optimizer wrapper, such as an optimizer.
 

@@ -280,6 +280,12 @@ def get_parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
+def gradient_norm(optimizer: Optimizer) -> Tensor:
+    """Return the L2 norm of the current gradients; every rank must call this."""
+    pairs = [(p.grad, p) for p in get_parameters(optimizer) if p.grad is not None]
+    return total_norm([gradient for gradient, _ in pairs], like=[param for _, param in pairs])
+
+
 # Optimizers -> (the sizes of their parameter groups, the result of `has_placed_parameters`).
 _placed: WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], bool]] = WeakKeyDictionary()
 

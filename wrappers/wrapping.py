@@ -6,16 +6,16 @@ import collections
 import inspect
 import logging
 import socket
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DataParallel
 
 from ..collectives import all_gather_object, distributed_available, get_rank, get_world_size
 from ..parallel import free_memory
-from ..registry import MODEL_WRAPPERS, Registry, did_you_mean
+from ..registry import MODEL_WRAPPERS, did_you_mean
 from .blocks import read_compile
 from .ddp.distributed import StepDistributedDataParallel
 from .ddp.separate import SeparateDistributedDataParallel, check_children
@@ -24,6 +24,7 @@ from .sharding.mesh import Mesh, agree, broadcast_from_first_rank
 from .steps.preprocess import get_device
 from .steps.step import SingleDevice, StepFunction, Steps, check_step_function, with_train_step
 from .torch_functions import check_options, option_names
+from .unwrap import is_model_wrapper
 
 logger = logging.getLogger(__name__)
 
@@ -37,30 +38,6 @@ _GIB = 2**30
 _USABLE = 0.7
 _WRAPPERS = ("single", "ddp", "fsdp")
 _NAMES = ("single", "dp", "ddp", "fsdp", "separate", "auto")
-
-
-def is_model_wrapper(model: nn.Module, registry: Registry = MODEL_WRAPPERS) -> bool:
-    """Return whether the class of ``model`` is in ``registry`` or in one of its child registries.
-
-    The submodules of ``model`` are not checked. With the default registry, torch's DataParallel and
-    DistributedDataParallel count as wrappers too.
-    """
-    if registry is MODEL_WRAPPERS and isinstance(model, (DataParallel, DistributedDataParallel)):
-        return True
-    known = [registry.get(name) for name in registry]
-    if isinstance(model, tuple(one for one in known if isinstance(one, type))):
-        return True
-    return any(is_model_wrapper(model, child) for child in registry.children.values())
-
-
-def is_module_wrapper(module: nn.Module, extra: Iterable[type[nn.Module]] = ()) -> bool:
-    """Return whether ``module`` or a submodule is a DataParallel or DistributedDataParallel.
-
-    Args:
-        extra: other classes to count as wrappers, such as FullyShardedDataParallel.
-    """
-    wrappers = (DataParallel, DistributedDataParallel, *extra)
-    return any(isinstance(one, wrappers) for one in module.modules())
 
 
 def wrap_model(

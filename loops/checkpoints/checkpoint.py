@@ -20,6 +20,8 @@ import torch
 
 from ...collectives import all_gather_object
 from ...wrappers.layout import reshard
+from ...wrappers.steps.preprocess import get_device
+from ...wrappers.unwrap import num_data_ranks, user_model
 from ..rng import capture_rng
 from ..state import LoopState, WeightSource
 from . import files as disk
@@ -276,7 +278,7 @@ def _describe(state: LoopState, reason: str, is_best: bool = False) -> dict[str,
         "evaluated": _evaluated(state),
         "world_size": world_size(),
         # The number of ranks that see different batches.
-        "data_size": weights.num_data_ranks(state.model),
+        "data_size": num_data_ranks(state.model),
         "torch": torch.__version__,
     }
 
@@ -359,16 +361,16 @@ def _contents(state: LoopState) -> dict[str, Any]:
         name: weights.to_plain(source.state_dict(), name) for name, source in stateful_objects
     }
     return {
-        "model": weights.get_weights(weights.user_model(state.model)),
+        "model": weights.get_weights(user_model(state.model)),
         "optim": optim_state,
         "state": {"counters": state.state_dict(), "stateful": stateful},
     }
 
 
 def _own_contents(state: LoopState, at_current_batch: bool) -> dict[str, Any]:
-    model = weights.user_model(state.model)
+    model = user_model(state.model)
     own: dict[str, Any] = {
-        "rng": capture_rng(weights.get_device(model)),
+        "rng": capture_rng(get_device(model)),
         "gradients": weights.get_gradients(model, state.optim_wrapper) if at_current_batch else {},
         "logs": state.logs.state_dict(None if at_current_batch else state.step),
     }

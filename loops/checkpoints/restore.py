@@ -17,8 +17,11 @@ from ...collectives import get_rank
 from ...registry.local_paths import require_local
 from ...wrappers.features import model_features
 from ...wrappers.layout import is_sharded, reshard
+from ...wrappers.steps.preprocess import get_device
+from ...wrappers.unwrap import num_data_ranks, plain_name, user_model
+from ..logs import mean_logs
 from ..rng import mix_seed, restore_rng, seed_rng
-from ..state import LoopState, PartReader, mean_logs
+from ..state import LoopState, PartReader
 from . import weights
 from .checkpoint import links_in, list_checkpoints, rank_file, read_meta
 from .files import CheckpointError, find_damage, own_rank, reading, run_on_all_ranks, world_size
@@ -174,8 +177,8 @@ class Checkpoint:
         return state.stateful.keys() - saved.keys(), saved.keys() - state.stateful.keys()
 
     def _load_model(self, model: nn.Module, saved: Mapping[str, Any]) -> NameOrders:
-        target = weights.user_model(model)
-        wanted = {weights.plain_name(n): value for n, value in weights.get_state(target).items()}
+        target = user_model(model)
+        wanted = {plain_name(n): value for n, value in weights.get_state(target).items()}
         with reading(self.path, "model.pt", "the table of weights"):
             problems = _adapter_problems(saved, wanted) or _mismatches(saved, wanted)
             tied = {} if problems else weights.tied_differently(target, saved)
@@ -216,9 +219,9 @@ class Checkpoint:
             )
         # The number of ranks that see different batches. Tensor-parallel ranks see the same ones.
         saved_data_ranks = int(self.meta.get("data_size", saved))
-        data_ranks = weights.num_data_ranks(state.model)
+        data_ranks = num_data_ranks(state.model)
         state.data.layout.setdefault("ranks", saved_data_ranks)
-        model = weights.user_model(state.model)
+        model = user_model(state.model)
         as_saved = (saved, saved_data_ranks) == (now, data_ranks)
         group = model_features(state.model).data_group
         data_rank = own_rank() if as_saved or group is None else get_rank(group)
@@ -255,7 +258,7 @@ class Checkpoint:
         ``rank_content`` is the content of this rank's file, or {} to use all files. ``rank_ratio``
         is the number of data ranks when saving divided by the current number.
         """
-        model, every = weights.user_model(state.model), "rank_*.pt"
+        model, every = user_model(state.model), "rank_*.pt"
 
         def ranks() -> list[Any]:
             names = sorted(name for name in self.meta["files"] if name.startswith("rank_"))
@@ -276,7 +279,7 @@ class Checkpoint:
             contents = [rank_content] if rank_content else ranks()
             logs = [content.get("logs", nothing) for content in contents]
             merged = logs[0] if rank_content else mean_logs(logs, rank_ratio)
-            state.logs.load_state_dict(merged, weights.get_device(model))
+            state.logs.load_state_dict(merged, get_device(model))
 
     def _restore_rng(self, model: nn.Module, data_rank: int, spacing: int) -> dict[str, Any]:
         """Restore the random streams from the file of a data rank, and return its content.
@@ -295,7 +298,7 @@ class Checkpoint:
             return {}
         content: dict[str, Any] = self.read(name)
         with reading(self.path, name, "rng"):
-            restore_rng(content["rng"], weights.get_device(model))
+            restore_rng(content["rng"], get_device(model))
         return content
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...wrappers import is_model_wrapper
 from ...wrappers.features import model_features, optim_features
 from ...wrappers.layout import (
     Layout,
@@ -24,17 +23,16 @@ from ...wrappers.layout import (
     local_part,
     take_part,
 )
+from ...wrappers.unwrap import plain_name
 from ..schedule import get_members
 from ..state import LoopState
-from .files import own_rank, world_size
+from .files import own_rank
 from .shards import overlap
 
 logger = logging.getLogger(__name__)
 
 # The entry that describes an adapter, in a state dict with only the adapter's weights.
 ADAPTER = "adapter_config"
-# The child module in which torch.compile keeps the original module.
-_COMPILED = "_orig_mod"
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device)
 
 
@@ -72,33 +70,11 @@ def to_plain(value: Any, where: str) -> Any:
     )
 
 
-def user_model(wrapper: nn.Module) -> nn.Module:
-    """Return the model inside wrappers and ``torch.compile``; a bare model is returned as it is."""
-    model = wrapper
-    while True:
-        inner = model._modules.get(_COMPILED)
-        if inner is None and is_model_wrapper(model):
-            inner = model._modules.get("module")
-        if inner is None:
-            return model
-        model = inner
-
-
-def plain_name(name: str) -> str:
-    """Return the name of a weight or module without the parts added by ``torch.compile``."""
-    return ".".join(component for component in name.split(".") if component != _COMPILED)
-
-
 def is_compact(tensor: Tensor) -> bool:
     """Return whether a tensor fills its memory; slices and expanded tensors do not."""
     if tensor.layout is not torch.strided or is_dtensor(tensor):
         return True
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-
-
-def get_device(model: nn.Module) -> torch.device:
-    """Return the device of the first parameter of ``model``; the CPU if there is none."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def get_state(model: nn.Module) -> OrderedDict[str, Any]:
@@ -203,12 +179,6 @@ def _equal_parts(value: Any, other: Any, *, like: Tensor) -> bool:
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         a, b = (local_part(take_part(saved, like)) for saved in (value, other))
     return torch.equal(a, b) or bool(a.isclose(b, rtol=0, atol=0, equal_nan=True).all())
-
-
-def num_data_ranks(model: nn.Module) -> int:
-    """Return the number of ranks that see different batches."""
-    group = model_features(model).data_group
-    return world_size() if group is None else group.size()
 
 
 def has_sharded_state(state: LoopState) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...collectives import get_rank
 from ...wrappers.features import model_features, optim_features
-from ..checkpoints import weights
+from ...wrappers.unwrap import num_data_ranks
 from ..schedule import get_members, get_window, has_gradients, is_weighted
 from ..state import LoopState
 from .sampler import ShardedBatchSampler, find_sampler
@@ -197,7 +197,7 @@ def _warn_of_changes(sampler: ShardedBatchSampler, saved: Mapping[str, int], win
 
 def _skip_same_fraction(state: LoopState) -> None:
     """Continue at the same fraction of the pass if the number of ranks has changed."""
-    now = weights.num_data_ranks(state.model)
+    now = num_data_ranks(state.model)
     before = state.data.layout.get("ranks", now)
     if before != now and state.batch:
         logger.warning(

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ..checkpoints.weights import get_device, num_data_ranks
+from ...wrappers.steps.preprocess import get_device
+from ...wrappers.unwrap import num_data_ranks
 from ..rng import mix_seed, preserved_rng, seed_rng
 from ..state import LoopState, Stateful
 from .layout import IN_ROUNDS

@@ -16,15 +16,10 @@ from ...collectives import distributed_available
 from ...registry import HOOKS
 from ...wrappers.features import model_features, optim_features
 from ...wrappers.layout import as_global, copy_whole_, local_part, reshard
-from ...wrappers.steps.preprocess import as_call
+from ...wrappers.steps.preprocess import as_call, get_device
+from ...wrappers.unwrap import plain_name, user_model
 from ..checkpoints.shards import load_whole_tensors
-from ..checkpoints.weights import (
-    get_device,
-    get_state,
-    plain_name,
-    saved_parameters,
-    user_model,
-)
+from ..checkpoints.weights import get_state, saved_parameters
 from ..data.loaders import read_aside
 from ..error_notes import add_note
 from ..hook import Hook

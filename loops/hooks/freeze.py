@@ -14,7 +14,7 @@ from ...wrappers.blocks import find_modules, find_parameters
 from ...wrappers.features import model_features
 from ...wrappers.optimizers.gates import FreezeGate
 from ...wrappers.steps.step_checks import log_frozen_norms
-from ..checkpoints.weights import user_model
+from ...wrappers.unwrap import user_model
 from ..hook import Hook
 from ..schedule import get_members
 from ..state import LoopState

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...registry import HOOKS
-from ...wrappers import total_norm
 from ...wrappers.features import model_features, optim_features
+from ...wrappers.layout import gradient_norm
 from ...wrappers.optimizers.clipping import GradClip
 from ...wrappers.steps.preprocess import get_fields, path_to_samples
+from ...wrappers.unwrap import num_data_ranks, user_model
 from ..checkpoints.files import world_size
-from ..checkpoints.weights import num_data_ranks, user_model
 from ..display.limits import RankTimes, SpeedLimits
 from ..hook import Hook, Listener, Scalars
 from ..state import LoopState
@@ -114,13 +114,6 @@ def get_optimizers(state: LoopState) -> Iterator[tuple[str, Any, Optimizer]]:
         optimizer = member.optimizer
         # Torch's optimizer for local SGD calls no step hooks, but the one inside it does.
         yield name, member, optimizer.optim if hasattr(optimizer, "averager") else optimizer
-
-
-def gradient_norm(optimizer: Optimizer) -> Tensor:
-    """Return the L2 norm of the current gradients; every rank must call this."""
-    every = (param for group in optimizer.param_groups for param in group["params"])
-    params = [param for param in every if param.grad is not None]
-    return total_norm([param.grad for param in params], like=params)
 
 
 @HOOKS.register_module()
@@ -348,7 +341,6 @@ class _Timed:
     """A listener whose time is added to ``seconds`` under the class of its hook."""
 
     def __init__(self, hook: Any, listener: Listener, seconds: dict[str, float]) -> None:
-        self.__self__ = hook
         self._listener, self._seconds, self._name = listener, seconds, type(hook).__name__
 
     def __call__(self, *args: Any) -> None:

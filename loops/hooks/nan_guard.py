@@ -12,10 +12,11 @@ from ...collectives import all_gather_object, get_rank, mean_scalars
 from ...registry import HOOKS
 from ...wrappers import total_norm
 from ...wrappers.layout import local_part, reshard
-from ..checkpoints.weights import plain_name, user_model
+from ...wrappers.unwrap import plain_name, user_model
 from ..hook import Hook, Scalars
+from ..logs import are_finite
 from ..schedule import Cadence
-from ..state import LoopState, are_finite
+from ..state import LoopState
 
 logger = logging.getLogger(__name__)
 

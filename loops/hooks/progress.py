@@ -30,7 +30,7 @@ from ..display.panel import Progress
 from ..display.terminal import TerminalDisplay
 from ..hook import EVENTS, Hook
 from ..metrics.evaluation import WatchedMetric
-from ..skip_steps import Rollback
+from ..skipping.rollback import Rollback
 from ..state import LoopState, Phase
 from .checkpoint import CheckpointHook
 from .profile import resident_bytes

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ...collectives import get_rank
 from ..hook import Hook
-from ..skip_steps import Rollback
+from ..skipping.rollback import Rollback
 from ..state import LoopState, Phase
 from .media import checked_media
 

@@ -21,9 +21,10 @@ from ...collectives import all_gather_object, get_rank, get_world_size
 from ...registry import HOOKS
 from ...wrappers.layout import get_layout, local_part
 from ...wrappers.sharding.mesh import check_axes
-from ..checkpoints.weights import get_device, num_data_ranks, plain_name, user_model
+from ...wrappers.steps.preprocess import get_device
+from ...wrappers.unwrap import num_data_ranks, plain_name, user_model
 from ..hook import Hook
-from ..skip_steps import Rollback
+from ..skipping.rollback import Rollback
 from ..state import LoopState
 
 # The maximum number of warnings of each rank, and of characters in a text.

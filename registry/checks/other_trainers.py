@@ -19,6 +19,7 @@ _NAMES = {
     " evaluation_strategy eval_interval eval_every validate_every evaluation",
     "train.log_every_steps": "log_every_n_steps logging_steps log_interval log_every print_freq"
     " logging_strategy",
+    "hooks.step_blocks.steps": "steps_per_call steps_per_execution",
     "train.sanity_val": "num_sanity_val_steps",
     "train.type": "by_epoch",
     "train": "train_cfg trainer training",

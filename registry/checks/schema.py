@@ -20,6 +20,7 @@ HOOK_TYPES = {
     "nan_guard": "NanGuardHook",
     "spike_guard": "SpikeGuardHook",
     "profile": "ProfileHook",
+    "step_blocks": "StepBlocksHook",
     "system": "SystemHook",
     "time_limit": "TimeLimitHook",
     "tensorboard": "TensorBoardHook",

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...loops.metrics.evaluation import find_directions
+from ...loops.metrics.directions import find_directions
 from ...registry import ConfigError, Problem, RunSections, did_you_mean
 from ...registry.directions import find_direction
 from ..failure import Terminated, as_mistakes_in

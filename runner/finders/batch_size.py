@@ -12,8 +12,8 @@ from enum import Enum
 import torch
 
 from ...loops import IterTrainLoop
-from ...loops.checkpoints.weights import num_data_ranks
 from ...registry import LoaderSection
+from ...wrappers.unwrap import num_data_ranks
 from ..failure import LaunchError
 from ..jobs import Job, on_ranks, prepared
 from ..parts import build_parts

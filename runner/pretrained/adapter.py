@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from ...collectives import broadcast, get_rank
 from ...loops import CheckpointError
-from ...loops.checkpoints.weights import ADAPTER, plain_name
+from ...loops.checkpoints.weights import ADAPTER
 from ...registry import did_you_mean
 from ...registry.errors import under_key
 from ...wrappers import SupervisedModel
+from ...wrappers.unwrap import plain_name
 from .tied import report_separated, separate_adapted_layers, tied_names
 
 _NAME = "default"

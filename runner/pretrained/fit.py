@@ -12,15 +12,10 @@ from torch import Tensor, nn
 
 from ...loops import CheckpointError
 from ...loops.checkpoints.optimizers import text_table
-from ...loops.checkpoints.weights import (
-    get_state,
-    plain_name,
-    saved_parameters,
-    tied_differently,
-    user_model,
-)
+from ...loops.checkpoints.weights import get_state, saved_parameters, tied_differently
 from ...registry import LoadFromSection, did_you_mean
 from ...registry.errors import under_key
+from ...wrappers.unwrap import plain_name, user_model
 
 _SHOWN = 8
 # To propose a map, at most this many beginnings of a name ("", "a.", "a.b.", ...) are tried.

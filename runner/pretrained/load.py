@@ -13,7 +13,7 @@ from torch import nn
 
 from ...collectives import get_rank
 from ...loops import CheckpointError, load_checkpoint, seed_rng
-from ...loops.checkpoints.weights import ADAPTER, get_weights, user_model
+from ...loops.checkpoints.weights import ADAPTER, get_weights
 from ...loops.checkpoints.weights import load_weights as load_into
 from ...loops.rng import preserved_rng
 from ...registry import (
@@ -26,6 +26,7 @@ from ...registry import (
     model_problems,
 )
 from ...registry.local_paths import require_local
+from ...wrappers.unwrap import user_model
 from ..failure import BuildError, as_mistakes_in, building
 from ..run_folder import resolve_checkpoint
 from .build import build_user_model

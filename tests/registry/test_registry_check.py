@@ -107,7 +107,7 @@ def test_all_problems_come_at_once_with_their_places(good: str, write: Write) ->
         "did you mean find_unused_parameters?",
         "bad.yaml:8: optimizer.lrr: AdamW has no such argument; did you mean lr?",
         "bad.yaml:10: hooks.progres: needs a type; only progress, log, checkpoint, throughput, "
-        "early_stop, ema, swa, grad_norm, nan_guard, spike_guard, profile, system, "
+        "early_stop, ema, swa, grad_norm, nan_guard, spike_guard, profile, step_blocks, system, "
         "time_limit, tensorboard, wandb, mlflow, ledger, run_info have a default; "
         "did you mean progress?",
         "override launch.nproc=0: launch.nproc: must be at least 1, got 0",

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stepwrap.loops import LoopState, load_checkpoint, save_checkpoint
-from stepwrap.loops.checkpoints.weights import user_model
 from stepwrap.registry import MODEL_WRAPPERS
 from stepwrap.wrappers import (
     AmpOptimWrapper,
@@ -41,6 +40,7 @@ from stepwrap.wrappers import (
 )
 from stepwrap.wrappers.layout import as_global
 from stepwrap.wrappers.optimizers.optimizer_fit import build_optimizer
+from stepwrap.wrappers.unwrap import user_model
 
 WORLDS = (1, 2, 4)
 BOUNDS = {"fp64": 1e-12, "fp32": 2e-6, "bf16": 2e-2, "fp16": 2e-2}

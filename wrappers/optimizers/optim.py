@@ -38,7 +38,7 @@ from .optim_state import (
     match_by_name,
 )
 from .optimizer_fit import check_optimizer, needs_closure
-from .windows import CountWindow, WeightedWindow, WindowChange
+from .windows import CountWindow, ShortWindow, WeightedWindow, WindowChange
 
 logger = logging.getLogger(__name__)
 
@@ -208,6 +208,20 @@ class Accumulation(OptimFeatures):
         count = self._inner_count + 1
         full = (count - self._counted_from) % self._accumulative_counts == 0
         return full or count in (self._pass_end, self.max_counts)
+
+    def close_window(self, length: int) -> None:
+        """Make the next micro-batch the last one of its window, because the data end with it.
+
+        The gradients of the window become the mean of its micro-batches. Training loops call this
+        before the last batch of a run whose end was not known in advance. The wrapper must not have
+        a ``loss_weight``.
+
+        Args:
+            length: number of micro-batches in the window, including the next one.
+        """
+        self._pass_end = self.inner_count + 1
+        # First, so that other gates get the gradients of the update.
+        self.gates.insert(0, ShortWindow(self.window_length() / length))
 
     def weigh(self, batch: Any, model: Any = None) -> None:
         """Set the weight of the next micro-batch; without ``loss_weight`` nothing happens.

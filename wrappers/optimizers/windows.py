@@ -122,21 +122,6 @@ class ShortWindow(Gate):
         return True
 
 
-def close_window(optim_wrapper: Any, length: int) -> None:
-    """Make the next micro-batch the last one of its window, because the data end with it.
-
-    The gradients of the window become the mean of its micro-batches. Training loops call this
-    before the last batch of a run whose end was not known in advance.
-
-    Args:
-        optim_wrapper: an optimizer wrapper without ``loss_weight``.
-        length: number of micro-batches in the window, including the next one.
-    """
-    optim_wrapper._pass_end = optim_wrapper.inner_count + 1
-    # First, so that other gates get the gradients of the update.
-    optim_wrapper.gates.insert(0, ShortWindow(optim_wrapper.window_length() / length))
-
-
 class WeightedWindow(CountWindow):
     """A window in which each micro-batch has a weight.
 

@@ -18,11 +18,12 @@ from ...collectives import comm_device, distributed_available, get_rank, get_wor
 from ...registry import HOOKS
 from ...wrappers import OptimWrapper
 from ...wrappers.features import optim_features
-from ..checkpoints.restore import find_checkpoint
+from ...wrappers.layout import gradient_norm
+from ..checkpoints.restore import find_checkpoint, load_checkpoint
 from ..hook import Hook, Scalars
-from ..skip_steps import Rollback, window_restorer
 from ..state import LoopState
-from .monitors import gradient_norm
+from ..undo import window_restorer
+from .rollback import Rollback
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class SpikeGuardHook(Hook):
         self._losses, self._refused = [], False
         self._undo = window_restorer(state)
         if self._skip_steps or any(self._around):
-            state.skip_steps = (state.skip_steps or set()) | self._skip_steps
+            state.request_skips(self._skip_steps)
 
     def on_epoch_start(self, state: LoopState) -> None:
         self.on_save_point(state)
@@ -226,13 +227,14 @@ class SpikeGuardHook(Hook):
         if state.skip_steps is not None:
             more = set(range(step - before if before else step + 1, step + after + 1))
             self._skip_steps |= more
-            state.skip_steps |= more
+            state.request_skips(more)
         if get_rank() == 0:
             logger.warning("skipped %s", reason)
         folder = state.run_dir
         path = find_checkpoint(folder, before=step - before) if before and folder else None
         if path is not None:
-            raise Rollback(path, reason)
+            checkpoint = load_checkpoint(path)
+            raise Rollback(f"{reason}; going back to {path}", restore=checkpoint.restore)
         if before and get_rank() == 0:
             logger.warning("there is no checkpoint before step %d to go back to", step - before)
         state.skipped = self._refused = True

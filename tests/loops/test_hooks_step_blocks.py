@@ -1,4 +1,4 @@
-"""`steps_per_call` does not change a run's weights, records, checkpoints or stops."""
+"""Blocks of compiled steps do not change a run's weights, records, checkpoints or stops."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from stepwrap.loops import (
     LoopState,
     MeanLoss,
     SchedulerHook,
+    StepBlocksHook,
     ValLoop,
     build_loader,
     find_checkpoint,
@@ -73,7 +74,7 @@ class Interrupted:
 
 
 def run(  # noqa: PLR0913
-    steps_per_call: int,
+    steps: int,
     run_dir: Path,
     *hooks: Hook,
     loop: str = "epochs",
@@ -86,14 +87,14 @@ def run(  # noqa: PLR0913
     loader: Any = make_loader(2 * BATCHES - 1, shuffle=True, seed=4)
     if interrupted_at is not None:
         loader = Interrupted(loader, interrupted_at)
-    options = {"log_every_steps": 7, "steps_per_call": steps_per_call, **options}
+    options = {"log_every_steps": 7, **options}
     options["val_loop"] = ValLoop(build_loader(make_data(9), batch_size=8), {"loss": MeanLoss()})
     train_loop: Any = (
         EpochTrainLoop(loader, max_epochs=2, **options)
         if loop == "epochs"
         else IterTrainLoop(loader, max_steps=50, val_interval=12, **options)
     )
-    hook_list = HookList([*our_hooks(state), *hooks])
+    hook_list = HookList([*our_hooks(state), StepBlocksHook(steps), *hooks])
     if resumes:
         path = find_checkpoint(run_dir)
         assert path is not None
@@ -193,32 +194,29 @@ def test_changes_by_hooks_take_effect(
 
 def test_a_step_that_is_not_compiled_gains_nothing(caplog: pytest.LogCaptureFixture) -> None:
     weights = []
-    for steps_per_call in (1, 8):
+    for steps in (1, 8):
         state = make_state()
-        EpochTrainLoop(make_loader(), max_epochs=2, steps_per_call=steps_per_call).run(
-            state, HookList()
-        )
+        EpochTrainLoop(make_loader(), max_epochs=2).run(state, HookList([StepBlocksHook(steps)]))
         weights.append(get_weights(state))
     assert_identical(*weights)
     lines = [
-        record.getMessage() for record in caplog.records if "steps_per_call" in record.getMessage()
+        record.getMessage() for record in caplog.records if "StepBlocksHook" in record.getMessage()
     ]
     assert lines == [
-        "steps_per_call: 8 has no effect: the training step is not compiled (compile: step)"
+        "StepBlocksHook has no effect: the training step is not compiled (compile: step)"
     ]
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, "32", 1.5])
 def test_wrong_values(wrong: Any) -> None:
-    for loop, length in ((EpochTrainLoop, {"max_epochs": 1}), (IterTrainLoop, {"max_steps": 1})):
-        with pytest.raises(ValueError, match=r"steps_per_call must be a whole number >= 1, got"):
-            loop(make_loader(), steps_per_call=wrong, **length)
+    with pytest.raises(ValueError, match=r"StepBlocksHook: steps must be a whole number >= 1, got"):
+        StepBlocksHook(wrong)
 
 
-def _train_on_ranks(steps_per_call: int) -> dict[str, torch.Tensor]:
+def _train_on_ranks(steps: int) -> dict[str, torch.Tensor]:
     state = compiled_state()
-    loop = EpochTrainLoop(make_loader(83), max_epochs=2, steps_per_call=steps_per_call)
-    loop.run(state, HookList())
+    loop = EpochTrainLoop(make_loader(83), max_epochs=2)
+    loop.run(state, HookList([StepBlocksHook(steps)]))
     assert state.model.train_step.programs
     return get_weights(state)
 

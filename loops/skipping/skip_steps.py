@@ -1,37 +1,21 @@
-"""Skip training steps: parse the setting, read batches without training, undo a step's changes."""
+"""Skip training steps by their numbers: their batches are read, but not trained on."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from .checkpoints.weights import get_device, step_state, user_model
-from .rng import capture_rng, preserved_rng, restore_rng
-from .schedule import get_members, get_windows, is_weighted
-from .state import LoopState
-from .steps import Step
+from ...wrappers.steps.preprocess import get_device
+from ..rng import preserved_rng
+from ..schedule import get_members, get_windows, is_weighted
+from ..state import LoopState
+from ..steps import Step
 
 _END = object()
 # A longer range is probably a typo, and would fill the memory.
 _LONGEST = 1_000_000
-
-
-class Rollback(BaseException):
-    """Raised on every rank to make a training loop continue from an earlier checkpoint.
-
-    Control flow, not an error; hence not an Exception, like KeyboardInterrupt.
-    """
-
-    def __init__(self, checkpoint: Path, reason: str) -> None:
-        super().__init__(f"{reason}; going back to {checkpoint}")
-        self.checkpoint = checkpoint
 
 
 def parse_skip_steps(skip_steps: Iterable[int | str]) -> set[int]:
@@ -103,39 +87,3 @@ def _skip_batch(optim_wrapper: Any) -> None:
         optim_wrapper._inner_count += 1
     # After a resume inside an accumulation window, gradients of its first batches are present.
     optim_wrapper.zero_grad()
-
-
-def buffer_restorer(model: nn.Module) -> Callable[[], None]:
-    """Return a function that restores the current values of the buffers of ``model``."""
-    saved = [
-        (module._buffers, name, buffer, buffer.detach().clone())
-        for module in user_model(model).modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-
-    def restore() -> None:
-        with torch.no_grad():
-            for owner, name, buffer, value in saved:
-                owner[name] = buffer.copy_(value)
-
-    return restore
-
-
-def window_restorer(state: LoopState) -> Callable[[], None]:
-    """Return a function that undoes what the batches of an accumulation window changed.
-
-    It restores the buffers, the random streams, and the state that a training step carries from
-    batch to batch, but neither weights nor counters.
-    """
-    wrapper: Any = state.model
-    restore_buffers, device = buffer_restorer(wrapper), get_device(wrapper)
-    streams, carried = capture_rng(device), deepcopy(step_state(wrapper))
-
-    def restore() -> None:
-        restore_buffers()
-        restore_rng(streams, device)
-        if carried:
-            wrapper.load_step_state(carried)
-
-    return restore

@@ -1,0 +1,250 @@
+"""Collect the values that training steps log, and average them over steps and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..collectives import mean_scalars
+
+# Used as the update number of values that were restored from a checkpoint.
+_RESTORED = -1
+# The update that a batch belongs to, and the logs of that batch.
+_BatchLogs: TypeAlias = "tuple[int, Mapping[str, Any]]"
+
+
+class WeightedLogs(dict[str, Any]):
+    """The logs of a batch, and their weight in means, which ``loss_weight`` determines.
+
+    The weight is 0 if the batch does not count. Logs without a weight count equally.
+    """
+
+    def __init__(self, logs: Mapping[str, Any], weight: float | Tensor) -> None:
+        super().__init__(logs)
+        self.weight = weight
+
+
+class LogBuffer:
+    """Collect the logs of training steps without waiting for the device.
+
+    ``append((update, logs))`` adds the logs of a batch. It is the ``append`` of a list, which saves
+    a Python call for every batch.
+    """
+
+    def __init__(self) -> None:
+        self._raw: list[_BatchLogs] = []
+        self._sums: dict[str, tuple[Tensor, float | Tensor]] = {}
+        # By name: the update and the text of the first non-finite value that `_sums` contains.
+        self._nonfinite: dict[str, tuple[int, str]] = {}
+        self.append = self._raw.append
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: entry for name, entry in vars(self).items() if name != "append"}
+
+    def __setstate__(self, entries: dict[str, Any]) -> None:
+        vars(self).update(entries)
+        # The `append` of a copy must not write into the original's list.
+        self.append = self._raw.append
+
+    def start(self) -> None:
+        """Drop raw values that an earlier training left; keep values from a checkpoint."""
+        self._raw[:] = [entry for entry in self._raw if entry[0] == _RESTORED]
+
+    def means(self) -> dict[str, Tensor]:
+        """Return the means of all values since ``clear``, on the device."""
+        return {name: total / count for name, (total, count) in self.sums().items()}
+
+    def fold(self) -> None:
+        """Replace the raw values by sums on the device; waits for the device."""
+        sums, nonfinite = self.sums(), self._nonfinite
+        if not all(are_finite([total for total, _ in sums.values()])):
+            for step, name, text in _not_finite(self._raw, _RESTORED):
+                nonfinite.setdefault(name, (step, text))
+        self.clear()
+        self._sums, self._nonfinite = sums, nonfinite
+
+    def clear(self) -> None:
+        self._sums, self._nonfinite = {}, {}
+        self._raw.clear()
+
+    def drop(self, update: int) -> None:
+        """Drop the logs of ``update``, which must be the last one."""
+        while self._raw and self._raw[-1][0] == update:
+            self._raw.pop()
+
+    def first_nonfinite(self, watches: Callable[[str], bool], after: int) -> tuple[int, str] | None:
+        """Return update and text of the first non-finite value after update ``after``, or None.
+
+        Only values whose names ``watches`` accepts are considered.
+        """
+        values = [(step, name, text) for name, (step, text) in self._nonfinite.items()]
+        values += _not_finite(self._raw, after)
+        texts = [
+            (s, f"{name} is {text}") for s, name, text in values if s > after and watches(name)
+        ]
+        return min(texts, key=lambda entry: entry[0], default=None)
+
+    def state_dict(self, until: int | None = None) -> dict[str, Any]:
+        """Return the folded sums, and the raw values up to update ``until`` (None: all).
+
+        The raw values are kept, so that a resumed run sums them with the same rounding.
+        """
+        raw = _by_name([entry for entry in self._raw if until is None or entry[0] <= until]).items()
+        return {
+            "sums": {name: (total.cpu(), _on(n, "cpu")) for name, (total, n) in self._sums.items()},
+            "values": {name: _compact(name, values) for name, (values, _) in raw},
+            "weights": {
+                name: _compact("weight", entry_weights)
+                for name, (_, entry_weights) in raw
+                if entry_weights
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Restore a state to ``device``, on which training steps create their logs."""
+        self.clear()
+        sums = state["sums"].items()
+        self._sums = {name: (total.to(device), _on(n, device)) for name, (total, n) in sums}
+        weights = state.get("weights", {})
+        for name, values in state["values"].items():
+            logs: list[Mapping[str, Any]] = [{name: _on(value, device)} for value in values]
+            if name in weights:
+                pairs = zip(logs, weights[name], strict=True)
+                logs = [
+                    WeightedLogs(scalar_logs, _on(weight, device)) for scalar_logs, weight in pairs
+                ]
+            self._raw.extend((_RESTORED, scalar_logs) for scalar_logs in logs)
+
+    def sums(self) -> dict[str, tuple[Tensor, float | Tensor]]:
+        """Return for each name the sum of its values since ``clear``, and their count or weight."""
+        sums = dict(self._sums)
+        for name, (values, weights) in _by_name(self._raw).items():
+            added: tuple[Tensor, float | Tensor] = _sum(name, values), len(values)
+            if weights:
+                added = _weighted_sum(name, values, weights)
+            previous = sums.get(name)
+            sums[name] = (
+                added if previous is None else (previous[0] + added[0], previous[1] + added[1])
+            )
+        return sums
+
+
+def _by_name(raw: Sequence[_BatchLogs]) -> dict[str, tuple[list[Any], list[Any]]]:
+    """Return for each name its values and, if there are any, their weights."""
+    by_name: dict[str, tuple[list[Any], list[Any]]] = {}
+    for _, logs in raw:
+        for name, value in logs.items():
+            values, weights = by_name.setdefault(name, ([], []))
+            values.append(value)
+            if isinstance(logs, WeightedLogs):
+                weights.append(logs.weight)
+    return by_name
+
+
+def mean_logs(states: Sequence[Mapping[str, Any]], rank_ratio: float) -> dict[str, Any]:
+    """Average the ``LogBuffer`` states of all saved ranks, for a run with any number of ranks.
+
+    Weighted values are scaled by ``rank_ratio``, the number of data ranks when saving divided by
+    the current number, so that their total weight over all ranks stays the same.
+    """
+    sums: dict[str, tuple[Tensor, float | Tensor]] = {}
+    weighted = False
+    for state in states:
+        buffer = LogBuffer()
+        buffer.load_state_dict(state, torch.device("cpu"))
+        for name, (total, count) in buffer.sums().items():
+            before = sums.get(name, (torch.zeros(()), 0))
+            sums[name] = (before[0] + total, before[1] + count)
+            weighted = weighted or isinstance(count, Tensor)
+    divisor = len(states) / (rank_ratio if weighted else 1)
+    means = {name: (total / divisor, count / divisor) for name, (total, count) in sums.items()}
+    return {"sums": means, "values": {}}
+
+
+def merged_means(scalars: Mapping[str, Any], weighted: LogBuffer | None) -> dict[str, float]:
+    """Return the means over the ranks; every rank must call this.
+
+    Args:
+        scalars: values of this rank; all ranks count equally.
+        weighted: logs of this rank that count by their weights, or None. They replace scalars of
+            the same name.
+    """
+    sums = {} if weighted is None else weighted.sums()
+    # The NUL keeps these keys apart from the names of logs, such as "loss weight".
+    weights = {f"{name}\0weight": count for name, (_, count) in sums.items()}
+    totals = {name: total for name, (total, _) in sums.items()}
+    merged = mean_scalars({**scalars, **totals, **weights})
+    for name in sums:
+        weight = merged.pop(f"{name}\0weight")
+        merged[name] = merged[name] / weight if weight else math.nan
+    return merged
+
+
+def _on(value: Any, device: torch.device | str) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _compact(name: str, values: list[Any]) -> Any:
+    """Return values for a checkpoint: as one tensor if they have equal shapes and dtypes."""
+    kinds = {(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else None for v in values}
+    if len(kinds) == 1 and None not in kinds:
+        return torch.stack(values).detach().cpu()
+    numbers = (bool, int, float)
+    return [v if isinstance(v, numbers) else _tensor(name, v).detach().cpu() for v in values]
+
+
+def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
+    """Return for each tensor whether it is finite; waits once for each device."""
+    return fetch([tensor.isfinite().all() for tensor in tensors])
+
+
+def fetch(scalars: Sequence[Tensor]) -> list[Any]:
+    """Return 0-d tensors, all of the same dtype, as numbers; waits once for each device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(scalars):
+        by_device.setdefault(tensor.device, []).append(index)
+    fetched: dict[int, Any] = {}
+    for indices in by_device.values():
+        values = torch.stack([scalars[index] for index in indices]).tolist()
+        fetched.update(zip(indices, values, strict=True))
+    return [fetched[index] for index in range(len(scalars))]
+
+
+def _not_finite(raw: Sequence[_BatchLogs], after: int) -> list[tuple[int, str, str]]:
+    recent = [(step, name, v) for step, logs in raw if step > after for name, v in logs.items()]
+    finite = are_finite([torch.as_tensor(value) for _, _, value in recent])
+    pairs = zip(recent, finite, strict=True)
+    return [(step, n, str(torch.as_tensor(v).tolist())) for (step, n, v), good in pairs if not good]
+
+
+def _sum(name: str, values: list[Any]) -> Tensor:
+    """Return the sum of logged values; a value with several elements counts as its mean."""
+    try:
+        stacked = torch.stack(values).detach()
+    except (TypeError, RuntimeError):
+        # Custom steps may log values that are not tensors of one shape.
+        return sum((_sum(name, [_tensor(name, value)]) for value in values), torch.zeros(()))
+    stacked = stacked if stacked.dtype == torch.float64 else stacked.float()
+    return stacked.sum() if stacked.ndim == 1 else stacked.flatten(1).mean(1).sum()
+
+
+def _weighted_sum(name: str, values: list[Any], weights: list[Any]) -> tuple[Tensor, Tensor]:
+    """Return the sum of the values times their weights, and the sum of the weights."""
+    means = torch.stack([_sum(name, [value]).double() for value in values])
+    factors = torch.stack([torch.as_tensor(weight, dtype=torch.float64) for weight in weights])
+    factors = factors.to(means.device)
+    # Values with a weight of 0 may be NaN.
+    return torch.where(factors > 0, means * factors, 0.0).sum(), factors.sum()
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"train_step must return numbers or tensors to log, got {name}={value!r}"
+        ) from error
