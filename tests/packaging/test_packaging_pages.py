@@ -39,7 +39,7 @@ README = page("README.md")
 
 
 def train_by_both_loops() -> dict[str, tuple[Tensor, Tensor]]:
-    by_hand, ours, *_ = blocks(README, "python")
+    by_hand, ours, *_ = blocks(section(README, "Compared with a hand-written loop"), "python")
     data = [(torch.randn(8, 6), torch.randint(3, (8,))) for _ in range(12)]
     weights = []
     for code in (by_hand, ours):
@@ -78,6 +78,14 @@ def write_quick_start(folder: Path) -> None:
     (config,) = blocks(README, "yaml")
     (folder / "circle.py").write_text(module)
     (folder / "circle.yaml").write_text(config)
+
+
+@pytest.mark.slow
+def test_the_first_program_of_the_readme_trains(tmp_path: Path) -> None:
+    (program,) = [code for code in blocks(README, "python") if code.startswith("# first.py")]
+    last = run("-c", program, cwd=tmp_path).splitlines()[-1]
+    assert float(found(r"loss ([\d.]+)", last)[0]) < 0.2
+    assert (tmp_path / "runs" / "first" / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow
