@@ -5,7 +5,7 @@ import functools
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -122,7 +122,7 @@ class BaseMetric(ABC):
         return value
 
 
-def metric_sync(backend: BackendLike = None) -> dict[str, Callable[..., Any]]:
+def metric_sync(backend: BackendLike = None) -> dict[str, Any]:
     """Return the keyword arguments that make a torchmetrics metric use a backend.
 
         accuracy = MulticlassAccuracy(num_classes=10, **metric_sync("torch_cpu"))
