@@ -89,7 +89,7 @@ class Report:
                 "note": (notes or {}).get(name, ""),
                 "summary": name.startswith(OURS) or name in summary,
             }
-            if peer in values and peer != name:
+            if peer is not None and peer in values and peer != name:
                 pairs = zip(rounds, values[peer], strict=True)
                 ratios = [b / a if higher_is_better else a / b for a, b in pairs]
                 ratio = {f"ratio_{key}": value for key, value in spread(ratios).items()}

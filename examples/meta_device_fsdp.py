@@ -6,11 +6,12 @@ python examples/meta_device_fsdp.py
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchmetrics.classification import MulticlassAccuracy
 
 from stepwrap.collectives import get_rank, get_world_size
 from stepwrap.configs.digits import Digits
-from stepwrap.loops import build_loader
+from stepwrap.loops import ShardedBatchSampler, build_loader
 from stepwrap.runner import launch
 from stepwrap.wrappers import (
     OptimWrapper,
@@ -29,7 +30,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        change: Tensor = self.down(torch.relu(self.up(self.norm(x))))
+        return x + change
 
 
 def build(width: int = 128, depth: int = 4) -> nn.Module:
@@ -45,16 +47,19 @@ def main(epochs: int = 4) -> tuple[float, float]:
     model = StepFullyShardedDataParallel(
         SupervisedModel(net, nn.CrossEntropyLoss()), shard=["Block"]
     )
-    local = sum(param.to_local().numel() for param in model.parameters())
+    shards = [param.to_local() for param in model.parameters() if isinstance(param, DTensor)]
+    local = sum(shard.numel() for shard in shards)
     share = local / sum(param.numel() for param in model.parameters())
 
     optim = OptimWrapper(torch.optim.AdamW(model.parameters(), lr=2e-3), clip_grad={"max_norm": 1})
     batch_size = 64 // get_world_size()
     train = build_loader(Digits("train"), batch_size=batch_size, shuffle=True, train=True)
     test = build_loader(Digits("test"), batch_size=128)
+    order = train.batch_sampler
+    assert isinstance(order, ShardedBatchSampler)
     for epoch in range(epochs):
         model.train()
-        train.batch_sampler.set_position(epoch, 0)
+        order.set_position(epoch)
         for batch in train:
             logs = model.train_step(batch, optim)
         if get_rank() == 0:

@@ -36,8 +36,10 @@ def accuracy_of_nearest_mean(name: str) -> float:
     accuracy.update(distances.argmin(1), test.labels[mine])
     result = float(accuracy.compute())
     if backend.rank == 0:
-        carried = f", {backend.carried} states carried" if name == "counting" else ""
-        print(f"{name}: {result:.4f} on {backend.world_size} ranks{carried}")
+        line = f"{name}: {result:.4f} on {backend.world_size} ranks"
+        if isinstance(backend, CountingDist):
+            line += f", {backend.carried} states carried"
+        print(line)
     return result
 
 

@@ -54,10 +54,11 @@ def evaluate(group: RpcGroup, split: str, epochs: int) -> list[tuple[int, float]
     version = 0
     while version < epochs:
         server.pull(net)
-        if getattr(net, "pp_version", 0) == version:
+        newest = getattr(net, "pp_version", 0)
+        if newest == version:
             time.sleep(0.05)
             continue
-        version = net.pp_version
+        version = newest
         with torch.inference_mode():
             correct = net(data.images).argmax(1) == data.labels
         accuracies.append((version, float(correct.float().mean())))

@@ -8,7 +8,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from stepwrap.collectives import get_rank, get_world_size
 from stepwrap.configs.digits import Digits, SmallCNN
-from stepwrap.loops import build_loader
+from stepwrap.loops import ShardedBatchSampler, build_loader
 from stepwrap.runner import launch
 from stepwrap.wrappers import OptimWrapper, SupervisedModel, wrap_model
 
@@ -22,9 +22,11 @@ def main(epochs: int = 8) -> float:
     test = build_loader(Digits("test"), batch_size=128)
     accuracy = MulticlassAccuracy(num_classes=10, average="micro")
 
+    order = train.batch_sampler
+    assert isinstance(order, ShardedBatchSampler)
     for epoch in range(epochs):
         model.train()
-        train.batch_sampler.set_position(epoch, 0)
+        order.set_position(epoch)
         for batch in train:
             logs = model.train_step(batch, optim)
         if get_rank() == 0:

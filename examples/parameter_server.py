@@ -21,7 +21,8 @@ def main(epochs: int = 6) -> float | None:
         group = world.create_rpc_group("all", NAMES)
         if world.name in ("primary", "reducer"):
             return serve(group)
-        return work(group, world.rank, epochs)
+        work(group, world.rank, epochs)
+        return None
 
 
 def serve(group: RpcGroup) -> float | None:

@@ -52,7 +52,7 @@ def main(picture: str | None = None) -> ModelAssigner:
     torch.manual_seed(0)
     models = agent()
     inputs = {
-        name: torch.randn(BATCH, model[0].in_features)
+        name: torch.randn(BATCH, next(model.parameters()).shape[1])  # of the first layer
         for name, model in models.items()
         if name != "encoder"
     }

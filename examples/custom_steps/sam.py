@@ -32,11 +32,12 @@ class SharpnessAwareDDP(StepDistributedDataParallel):
             loss_before * optim_wrapper.loss_scale
         ).backward()  # the scale does not change the direction
         climbed = [weight for weight in weights if weight.grad is not None]
+        slopes = [weight.grad for weight in climbed if weight.grad is not None]
         with torch.no_grad():
             before = [weight.clone() for weight in climbed]
-            norm = total_norm([weight.grad for weight in climbed], like=climbed)
-            for weight in climbed:
-                step = weight.grad * (RHO / (norm + 1e-12))
+            norm = total_norm(slopes, like=climbed)
+            for weight, slope in zip(climbed, slopes, strict=True):
+                step = slope * (RHO / (norm + 1e-12))
                 weight.add_(step.nan_to_num(0.0))  # no move where the scaled gradient overflowed
         for param, gradient in zip(weights, gathered, strict=True):
             param.grad = gradient
@@ -44,8 +45,8 @@ class SharpnessAwareDDP(StepDistributedDataParallel):
             second, logs = parse_losses(self(*data, mode="loss"))
         optim_wrapper.backward(optim_wrapper.scale_loss(second))
         with torch.no_grad():
-            for param, weight in zip(climbed, before, strict=True):
-                param.copy_(weight)
+            for param, value in zip(climbed, before, strict=True):
+                param.copy_(value)
         if optim_wrapper.should_update():
             optim_wrapper.step()
             optim_wrapper.zero_grad()
