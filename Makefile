@@ -58,6 +58,7 @@ test-vision:
 check: $(READY) types-link
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python tests/packaging/page_modules.py
 	$(BIN)/mypy
 	PYTHONPATH=build/types $(BIN)/lint-imports --no-logo --no-cache
 
