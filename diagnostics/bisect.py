@@ -11,10 +11,10 @@ from pathlib import Path
 from ..loops import list_checkpoints
 from ..registry import load_config
 from ..runner.command.command import Options, mistake
-from ..runner.guard import raising_stops
 from ..runner.jobs import Job, on_ranks, prepared
 from ..runner.launcher import started_outside
 from ..runner.parts import build_parts
+from ..runner.rank_processes import raising_stops
 from ..runner.runner import Runner
 from ..runner.sections import read_sections
 from .ledger import Difference, Ledger, LedgerError, first_difference, read_ledger

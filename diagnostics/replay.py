@@ -31,9 +31,9 @@ from ..loops import (
 )
 from ..runner.command.command import Options, mistake
 from ..runner.failure import as_mistakes_in
-from ..runner.guard import raising_stops
 from ..runner.jobs import Job, on_ranks, prepared
 from ..runner.parts import build_parts
+from ..runner.rank_processes import raising_stops
 from ..runner.runner import Runner
 from ..runner.sections import read_sections
 from ..wrappers.layout import local_part, reshard

@@ -21,8 +21,8 @@ from ..loops import Checkpoint, find_checkpoint, load_checkpoint
 from ..registry import RunSections, optim_wrapper_sections
 from ..runner.command.cli import main
 from ..runner.command.command import Options, mistake
-from ..runner.guard import add_parent_watch, raising_stops
 from ..runner.launcher import started_outside
+from ..runner.rank_processes import add_parent_watch, raising_stops
 from ..runner.sections import read_sections
 from . import verify_hooks
 from .ledger import Difference, first_difference, read_ledger

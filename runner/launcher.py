@@ -41,7 +41,7 @@ from ..collectives.process.slurm import slurm_tasks
 from ..loops.display.notebook import DISPLAY_DIR, is_in_notebook, show_displays
 from ..parallel import free_memory
 from .failure import Failure, LaunchError, OversubscribedError, require_cores
-from .guard import (
+from .rank_processes import (
     Ranks,
     blocking_signals,
     host_identity,

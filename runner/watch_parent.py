@@ -1,7 +1,7 @@
 """End a process when its parent dies.
 
-``guard.add_parent_watch`` runs this file by its path as the first code of a new process, so it
-must import only the standard library.
+``rank_processes.add_parent_watch`` runs this file by its path as the first code of a new process,
+so it must import only the standard library.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from ...runner.command.command import Options, mistake
 from ...runner.failure import Terminated
-from ...runner.guard import raising_stops
+from ...runner.rank_processes import raising_stops
 from .page import as_json, page, plotly_source
 from .run_files import Json, Run, find_runs
 

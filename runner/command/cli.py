@@ -18,7 +18,7 @@ from click.shell_completion import shell_complete
 
 from ...registry import ConfigError, Problem, nearest
 from ..failure import Failure, LaunchError, Terminated, TrainingFailed
-from ..guard import COUNT_AS_SIGTERM, handling, pass_on_as_sigterm
+from ..rank_processes import COUNT_AS_SIGTERM, handling, pass_on_as_sigterm
 from .command import DEBUG, HELP_OPTIONS, mistake
 
 FAILED, MISTAKE = 1, 2

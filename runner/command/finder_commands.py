@@ -7,9 +7,9 @@ from pathlib import Path
 from ...registry import ConfigError, LoaderSection, Problem, RunSections, did_you_mean
 from ..finders.batch_size import Fit, largest_batch_size, try_batch_size
 from ..finders.learning_rate import draw_range_test, optimizer_names, run_range_test
-from ..guard import raising_stops
 from ..jobs import Job, on_ranks
 from ..launcher import started_outside
+from ..rank_processes import raising_stops
 from ..sections import read_sections
 from .command import Options, mistake, train_with
 from .print_commands import plots_available

@@ -20,9 +20,9 @@ from ...loops import find_checkpoint, list_checkpoints, load_checkpoint
 from ...loops.predictions.files import check_path, remove_leftovers
 from ...registry import Config, ConfigError, Problem, RunSections
 from ..failure import Terminated, TrainingFailed
-from ..guard import raising_stops
 from ..jobs import Job, Outcome, on_ranks, require_free_run_dir, run_dir_error, run_job
 from ..launcher import launched_ranks, started_outside
+from ..rank_processes import raising_stops
 from ..run_folder import checkpoint_times, resolve_checkpoint, saved_checkpoints
 from ..sections import read_sections
 from .command import Options, mistake

@@ -12,9 +12,9 @@ from ...registry import ConfigError, Problem, RunSections, did_you_mean
 from ...registry.directions import find_direction
 from ..failure import Terminated, as_mistakes_in
 from ..finders.sweep import Sweep, as_overrides, check_space, is_pruned, read_space
-from ..guard import raising_stops
 from ..launcher import started_outside
 from ..parts import rehearse
+from ..rank_processes import raising_stops
 from ..run_folder import locked_run_dir
 from ..sections import read_sections
 from .command import Options, mistake, train_with

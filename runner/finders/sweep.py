@@ -19,8 +19,8 @@ from ...registry import ConfigError, Problem, did_you_mean, load_config
 from ...registry.errors import shown, shown_value
 from ...registry.text.files import parse
 from ..failure import LaunchError
-from ..guard import stop_error
 from ..jobs import Job, Outcome, on_ranks, run_job
+from ..rank_processes import stop_error
 from ..run_folder import saved_checkpoints
 from ..sections import read_sections
 

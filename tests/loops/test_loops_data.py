@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from stepwrap.loops import ShardedBatchSampler, build_loader
 from stepwrap.loops.data.loaders import batches_from
-from stepwrap.runner.guard import is_running
+from stepwrap.runner.rank_processes import is_running
 
 SHAPES = {"samples": st.integers(1, 60), "size": st.integers(1, 7), "world": st.integers(1, 4)}
 
