@@ -237,9 +237,8 @@ def pop_empty_updates(optim_wrapper: Any) -> dict[str, float]:
     members = optim_wrapper if is_group else {"": optim_wrapper}
     counts: dict[str, float] = {}
     for name, member in members.items():
-        if count := optim_features(member).empty_updates:
+        if count := optim_features(member).pop_empty_updates():
             counts[f"updates_without_gradients/{name}".removesuffix("/")] = float(count)
-            member.empty_updates = 0
     return counts
 
 
@@ -286,20 +285,10 @@ def start_counting(
             member.ends_by_updates = by_updates
     if not iteration and has_gradients(model):
         _drop_gradients(model)
-    if not has_gradients(model):
+    if has_gradients(model):
+        optim_features(optim_wrapper).continue_window(model, iteration, max_iterations)
+    else:
         optim_wrapper.initialize_count_status(model, iteration, max_iterations)
-        return
-    followers = getattr(optim_wrapper, "followers", lambda: [optim_wrapper])
-    for member in followers():
-        # Our wrappers save their count, others may not.
-        count = member._inner_count or iteration
-        start = (
-            member.window_start(count)
-            if isinstance(member, OptimFeatures)
-            else count - count % member._accumulative_counts
-        )
-        member.initialize_count_status(model, start, max_iterations)
-        member._inner_count = count
 
 
 def _drop_gradients(model: nn.Module) -> None:

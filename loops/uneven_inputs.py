@@ -17,7 +17,7 @@ from ..collectives import (
     get_rank,
     name_ranks,
 )
-from ..wrappers.features import has_collective_update, model_features
+from ..wrappers.features import has_collective_update, model_features, optim_features
 from .data.layout import IN_ROUNDS, WRONG_LENGTH
 from .data.loaders import get_length
 from .data.resume import FixedPosition
@@ -100,8 +100,7 @@ class PassInputs:
         is_planned = self.has_exact_length or isinstance(self._budget, StepBudget)
         if is_planned or self._weighted or get_window(optim) == 1:
             return False
-        # Wrappers of other libraries and groups of wrappers cannot.
-        can_close = hasattr(optim, "close_window")
+        can_close = optim_features(optim).can_close_window
         if not can_close and get_rank() == 0:
             logger.warning(
                 "the number of batches of %s is not certain, so the end of the run is unknown: "

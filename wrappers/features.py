@@ -77,6 +77,8 @@ class OptimFeatures:
         accumulative_counts: micro-batches per update.
         inner_count: number of micro-batches so far.
         max_counts: total number of micro-batches of the training; -1 if unknown.
+        counted_from: the micro-batch from which windows are counted.
+        can_close_window: whether ``close_window`` ends a window early.
         ends_by_updates: whether the training ends after a number of updates.
         loss_weight: the ``LossWeight`` of a batch; None if all micro-batches count the same.
         last_weight: weight of the last micro-batch of this rank.
@@ -85,6 +87,7 @@ class OptimFeatures:
         window_weight: total weight of the micro-batches whose gradients this rank holds.
         guard: decides before each update whether it happens.
         empty_updates: number of updates without gradients since the last log record.
+        foreign_parameters: parameters whose gradients are dropped when the next window begins.
         grad_norm: total norm of the gradients before clipping.
         scales_losses: whether losses are multiplied by a scale (float16).
         needs_closure: whether the optimizer recomputes the loss, as LBFGS does.
@@ -98,6 +101,8 @@ class OptimFeatures:
     accumulative_counts: Any = 1
     inner_count: Any = 0
     max_counts: Any = -1
+    counted_from: int = 0
+    can_close_window: bool = False
     ends_by_updates: bool = False
     loss_weight: Any = None
     last_weight: Any = None
@@ -105,6 +110,7 @@ class OptimFeatures:
     window_weight: Any = 0.0
     guard: Any = None
     empty_updates: int = 0
+    foreign_parameters: Any = ()
     grad_norm: Tensor | None = None
     scales_losses: bool = False
     needs_closure: bool = False
@@ -114,7 +120,7 @@ class OptimFeatures:
 
     def window_start(self, count: int) -> int:
         """Return the number of micro-batches before the window of micro-batch ``count``."""
-        return count - count % int(self.accumulative_counts)
+        return count - (count - self.counted_from) % int(self.accumulative_counts)
 
     def weigh(self, batch: Any, model: Any = None) -> None:
         """Set the weight of the next micro-batch."""
@@ -124,6 +130,24 @@ class OptimFeatures:
 
     def begin_pass(self, start: int, length: int | None) -> None:
         """Mark the start of a pass over the data, with its length if that is known."""
+
+    def continue_window(self, model: Any, init_counts: int, max_counts: int) -> None:
+        """Start a training inside a window whose gradients have been restored."""
+
+    def close_window(self, length: int) -> None:
+        """Make the next micro-batch the last one of its window, which has ``length`` of them."""
+
+    def skip_micro_batch(self) -> None:
+        """Count a micro-batch that is left out, with the weight 0."""
+
+    def count_empty_update(self) -> None:
+        """Count an update that was skipped because no parameter had a gradient."""
+        self.empty_updates += 1
+
+    def pop_empty_updates(self) -> int:
+        """Return ``empty_updates`` and set it to 0, for a log record."""
+        count, self.empty_updates = self.empty_updates, 0
+        return count
 
 
 def has_collective_update(optimizer: Any) -> bool:
@@ -179,6 +203,22 @@ class _Foreign:
         return getattr(self._part, name, getattr(self._part, f"_{name}", default))
 
 
+class _ForeignOptim(_Foreign):
+    """An optimizer wrapper of mmengine, whose windows begin at multiples of their length."""
+
+    def continue_window(self, model: Any, init_counts: int, max_counts: int) -> None:
+        # It may not have saved its count.
+        count = self._part._inner_count or init_counts
+        start = count - count % self._part._accumulative_counts
+        self._part.initialize_count_status(model, start, max_counts)
+        self._part._inner_count = count
+
+    def skip_micro_batch(self) -> None:
+        # Groups have no count.
+        if hasattr(self._part, "_inner_count"):
+            self._part._inner_count += 1
+
+
 def model_features(model: Any) -> ModelFeatures:
     """Return ``model`` if it declares its features, otherwise a view with the defaults."""
     if isinstance(model, ModelFeatures):
@@ -190,4 +230,4 @@ def optim_features(optim_wrapper: Any) -> OptimFeatures:
     """Return ``optim_wrapper`` if it declares its features, otherwise a view with the defaults."""
     if isinstance(optim_wrapper, OptimFeatures):
         return optim_wrapper
-    return _Foreign(optim_wrapper, OptimFeatures())  # type: ignore[return-value]
+    return _ForeignOptim(optim_wrapper, OptimFeatures())  # type: ignore[return-value]

@@ -198,8 +198,8 @@ def get_gradients(model: nn.Module, optim_wrapper: Any = None) -> dict[str, Tens
 
     Gradients that ``optim_wrapper`` drops when its next window begins are left out.
     """
-    gates = [gate for member in get_members(optim_wrapper) for gate in getattr(member, "gates", ())]
-    foreign = {p for gate in gates for p in getattr(gate, "foreign", ())}
+    members = map(optim_features, get_members(optim_wrapper))
+    foreign = {parameter for member in members for parameter in member.foreign_parameters}
     # Copied, since torch.save would write the whole bucket of which a DDP gradient is a view.
     named = [(plain_name(name), p) for name, p in model.named_parameters() if p not in foreign]
     return {name: local_part(p.grad).clone() for name, p in named if p.grad is not None}

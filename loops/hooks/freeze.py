@@ -13,6 +13,7 @@ from ...registry import HOOKS
 from ...wrappers.blocks import find_modules, find_parameters
 from ...wrappers.features import model_features
 from ...wrappers.optimizers.gates import FreezeGate
+from ...wrappers.optimizers.optim import OptimWrapper
 from ...wrappers.steps.step_checks import log_frozen_norms
 from ...wrappers.unwrap import user_model
 from ..hook import Hook
@@ -81,7 +82,7 @@ class FreezeHook(Hook):
         for kept, step in until.items():
             frozen.setdefault(step, []).append(kept)
         for member in get_members(state.optim_wrapper):
-            if not hasattr(member, "gates"):
+            if not isinstance(member, OptimWrapper):
                 raise TypeError(
                     "freezing until a step needs an OptimWrapper of stepwrap, got a "
                     f"{type(member).__name__}"
@@ -96,9 +97,7 @@ class FreezeHook(Hook):
                 for group in member.optimizer.param_groups:
                     # The fused SGD of torch fails if only some parameters have momentum.
                     group["fused"] = None
-            others = [one for one in member.gates if not isinstance(one, FreezeGate)]
-            # The freeze gate comes last: it drops gradients that the first-update gate must check.
-            member.gates = [*others, FreezeGate(lambda: state.step, frozen)]
+            member.gates.freeze = FreezeGate(lambda: state.step, frozen)
         if later := [parameter for parameter, step in until.items() if step > state.step]:
             log_frozen_norms(model, later)
 

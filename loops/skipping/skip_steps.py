@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+from ...wrappers.features import optim_features
 from ...wrappers.steps.preprocess import get_device
 from ..rng import preserved_rng
-from ..schedule import get_members, get_windows, is_weighted
+from ..schedule import get_windows
 from ..state import LoopState
 from ..steps import Step
 
@@ -72,18 +73,9 @@ def skip_listed_steps(
         state.skipped = state.step + 1 in skipped
         if not state.skipped:
             return train_step(batch, optim_wrapper)
-        _skip_batch(optim_wrapper)
+        optim_features(optim_wrapper).skip_micro_batch()
+        # After a resume inside an accumulation window, gradients of its first batches are present.
+        optim_wrapper.zero_grad()
         return {}
 
     return read(), step
-
-
-def _skip_batch(optim_wrapper: Any) -> None:
-    """Count a batch as a micro-batch without training on it."""
-    if is_weighted(optim_wrapper):
-        for member in get_members(optim_wrapper):
-            member.last_weight = 0.0
-    if hasattr(optim_wrapper, "_inner_count"):
-        optim_wrapper._inner_count += 1
-    # After a resume inside an accumulation window, gradients of its first batches are present.
-    optim_wrapper.zero_grad()

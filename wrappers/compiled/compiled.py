@@ -216,7 +216,7 @@ class StepVariant:
         except NotCompilableError:
             window.weight, window.total = before
             raise
-        optim_wrapper.inner_count += 1
+        optim_wrapper.count_micro_batch()
         count = len(self._names)
         if plan.updates:
             if self._update is not None:

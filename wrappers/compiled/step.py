@@ -158,7 +158,8 @@ class CompiledStep:
                 return False
         if optim_wrapper.inner_count < _EAGER_WINDOWS * optim_wrapper.accumulative_counts:
             return False
-        if optim_wrapper.gates and (deciding := [*filter(_decides, optim_wrapper.gates)]):
+        gates = optim_wrapper.gates.active
+        if gates and (deciding := [*filter(_decides, gates)]):
             kind = type(getattr(deciding[-1], "guard", deciding[-1])).__name__
             self._log_once(f"{kind} reads the gradients before each update")
             return False

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ...registry import OPTIM_WRAPPERS, nearest
 from ..layout import get_parameters, has_placed_parameters
 from ..torch_functions import check_options, option_names
-from .gates import skip_empty_updates
+from .gates import GradientGate
 from .optim import OptimWrapper
 
 _DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
@@ -96,7 +96,7 @@ class AmpOptimWrapper(OptimWrapper):
         self.loss_scaler = scaler(**{"device": self.device_type, "enabled": enabled, **options})
         self.scales_losses = self.loss_scaler.is_enabled()
         if self.scales_losses:
-            skip_empty_updates(self)
+            self.gates.gradients = GradientGate()
         if enabled and isinstance(optimizer, torch.optim.SGD):
             # A fused SGD that skips its first step would use uninitialised momentum. With this
             # flag the scaler does not call the optimizer at all if a gradient is infinite.

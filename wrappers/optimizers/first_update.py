@@ -17,7 +17,7 @@ from ...collectives import comm_device
 from ..features import model_features
 from ..layout import get_layout, get_parameters, is_dtensor, local_part, split_models
 from ..steps.step_checks import DifferentGradientsError, averaging_wrappers, has_custom_step
-from .gates import Gate
+from .gates import NO_GATE, Gate
 from .optimizer_fit import align_fused_state, check_fused_gradients
 
 _ADVICE = (
@@ -55,7 +55,7 @@ class FirstUpdate(Gate):
         Every rank that shares gradients must call this.
         """
         if self._passes(optim_wrapper.inner_count > optim_wrapper.resumed_at):
-            optim_wrapper.gates.remove(self)
+            optim_wrapper.gates.first_update = NO_GATE
             self._model = None
         return True
 

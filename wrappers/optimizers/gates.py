@@ -23,6 +23,11 @@ class Gate:
     By default its methods change nothing and allow every update.
     """
 
+    @property
+    def foreign(self) -> Collection[Tensor]:
+        """Parameters whose gradients are dropped when the next window begins."""
+        return ()
+
     def begin(self, model: Any) -> None:
         """Handle the start of the training of ``model``."""
 
@@ -45,6 +50,79 @@ class Gate:
 
     def clear(self) -> None:
         """Handle the clearing of the gradients."""
+
+
+# The content of an empty slot.
+NO_GATE = Gate()
+
+
+class Gates:
+    """The gates of an optimizer wrapper, each in its slot.
+
+    Before an update the gates are called in the order of the slots below, whichever was set first;
+    losses go through them in reverse. Set a slot to ``NO_GATE`` to remove its gate; a gate may do
+    this itself while it is called. A step without gates calls none.
+
+    Attributes:
+        short_window: corrects the gradients of a short window. It is first, because all others
+            must get the gradients of the update.
+        phase: keeps the gradients of several optimizers apart. It acts on forwards and backwards
+            and not on updates, so that any place would do.
+        window: divides the gradients by the weight of the window. If that is 0, they may be NaN,
+            and it sets them to zero before other gates read them.
+        first_update: checks the gradients of the first update. It precedes gates that skip
+            updates without gradients or drop gradients, because it reports missing gradients.
+        closure: refuses updates by an optimizer that needs a closure. It precedes gates that
+            prepare an update, because there is none.
+        gradients: skips and counts updates without gradients. It precedes ``freeze``, because
+            gradients that are dropped on purpose do not count as missing.
+        added: gates that a user appended.
+        freeze: drops the gradients of frozen parameters. It precedes ``guard``, which must not
+            judge gradients that are not applied.
+        guard: decides whether to update. It is last, and thus the first in reverse order, to get
+            the gradients that will be applied and the losses that the model returned.
+        active: the gates that are set, in this order.
+    """
+
+    short_window: Gate = NO_GATE
+    phase: Gate = NO_GATE
+    window: Gate = NO_GATE
+    first_update: Gate = NO_GATE
+    closure: Gate = NO_GATE
+    gradients: Gate = NO_GATE
+    added: tuple[Gate, ...] = ()
+    freeze: Gate = NO_GATE
+    guard: Gate = NO_GATE
+    active: tuple[Gate, ...] = ()
+
+    def __setattr__(self, slot: str, content: Any) -> None:
+        """Set a slot and ``active``.
+
+        Raises:
+            AttributeError: ``slot`` is not the name of a slot.
+        """
+        if slot not in type(self).__annotations__:
+            raise AttributeError(f"gates have no slot {slot!r}")
+        super().__setattr__(slot, content)
+        in_order = (
+            self.short_window,
+            self.phase,
+            self.window,
+            self.first_update,
+            self.closure,
+            self.gradients,
+            *self.added,
+            self.freeze,
+            self.guard,
+        )
+        # A new tuple, so that a gate can leave its slot during a loop over the old one. Compared by
+        # type, because a copy of the gates has a copy of NO_GATE.
+        active = tuple(gate for gate in in_order if type(gate) is not Gate)
+        super().__setattr__("active", active)
+
+    def append(self, gate: Gate) -> None:
+        """Add a user's gate."""
+        self.added = (*self.added, gate)
 
 
 class FreezeGate(Gate):
@@ -71,7 +149,7 @@ class FreezeGate(Gate):
             for parameter in parameters if done < until else ():
                 parameter.grad, dropped = None, True
         if not dropped:
-            optim_wrapper.gates.remove(self)
+            optim_wrapper.gates.freeze = NO_GATE
             return True
         return any(param.grad is not None for param in get_parameters(optim_wrapper.optimizer))
 
@@ -86,14 +164,8 @@ class GradientGate(Gate):
         """Return whether any parameter has a gradient."""
         if any(p.grad is not None for p in get_parameters(optim_wrapper.optimizer)):
             return True
-        optim_wrapper.empty_updates += 1
+        optim_wrapper.count_empty_update()
         return False
-
-
-def skip_empty_updates(optim_wrapper: Any) -> None:
-    """Add a ``GradientGate`` after the other gates, unless there is one."""
-    if not any(isinstance(gate, GradientGate) for gate in optim_wrapper.gates):
-        optim_wrapper.gates.append(GradientGate())
 
 
 class PhaseGate(Gate):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,12 +19,13 @@ from ..layout import drop_unreduced_gradients, get_parameters, is_dtensor, no_sy
 from .clipping import GradClip
 from .first_update import FirstUpdate
 from .gates import (
+    NO_GATE,
     ClosureGate,
-    Gate,
+    Gates,
+    GradientGate,
     GuardGate,
     UpdateGuard,
     check_closure,
-    skip_empty_updates,
 )
 from .loss_weight import LossWeight
 from .optim_state import (
@@ -38,7 +38,7 @@ from .optim_state import (
     match_by_name,
 )
 from .optimizer_fit import check_optimizer, needs_closure
-from .windows import CountWindow, ShortWindow, WeightedWindow, WindowChange
+from .windows import CountWindow, ShortWindow, WeightedWindow, WindowChange, check_counts
 
 logger = logging.getLogger(__name__)
 
@@ -56,42 +56,25 @@ class Accumulation(OptimFeatures):
     A *window* consists of the micro-batches of one update, usually ``accumulative_counts`` of them.
 
     Attributes:
+        accumulative_counts: micro-batches per update.
+        inner_count: number of micro-batches so far.
         max_counts: total number of micro-batches of the training; -1 if unknown.
         resumed_at: number of micro-batches before the training began or was resumed.
         ends_by_updates: whether the training ends after a number of updates, so that ``accumulate``
             changes ``max_counts``. The training loops set it.
         window: the weights of the micro-batches in the current window.
         gates: objects called in each micro-batch and update; usually none after the first update.
+        loss_scale: the factor by which ``backward`` multiplies losses, for code that does not call
+            it.
     """
 
-    def __init__(self, accumulative_counts: int) -> None:
-        self._accumulative_counts = _checked_counts(accumulative_counts)
-        self._inner_count = 0
-        self.max_counts = -1
-        self.resumed_at = 0
-        self.ends_by_updates = False
-        # The micro-batch from which windows are counted, and the last one of the pass.
-        self._counted_from, self._pass_end = 0, -1
-        self._changed: WindowChange | None = None
-        self.window = CountWindow()
-        self.gates: list[Gate] = []
-
-    @property
-    def accumulative_counts(self) -> int:
-        """Micro-batches per update."""
-        return self._accumulative_counts
-
-    @property
-    def inner_count(self) -> int:
-        """Number of micro-batches so far."""
-        return self._inner_count
-
-    @inner_count.setter
-    def inner_count(self, count: int) -> None:
-        self._inner_count = count
-
+    can_close_window = True
+    loss_scale: Any = 1.0
     # False after the warning.
     warns_of_batch_norm = True
+    accumulative_counts = property(lambda self: self._accumulative_counts)
+    inner_count = property(lambda self: self._inner_count)
+    foreign_parameters = property(lambda self: self.gates.phase.foreign)
 
     # mmengine's names; code that is written for its optimizer wrappers reads them.
     _max_counts = property(lambda self: self.max_counts)
@@ -99,15 +82,28 @@ class Accumulation(OptimFeatures):
         lambda self: self.max_counts % self._accumulative_counts if self.max_counts > 0 else -1
     )
 
+    def __init__(self, accumulative_counts: int) -> None:
+        self._accumulative_counts = check_counts(accumulative_counts)
+        # Subclasses that override `backward` as in mmengine count here.
+        self._inner_count = 0
+        self.max_counts = -1
+        self.resumed_at = 0
+        self.ends_by_updates = False
+        # The last micro-batch of the pass.
+        self._pass_end = -1
+        self._changed: WindowChange | None = None
+        self.window = CountWindow()
+        self.gates = Gates()
+
     @property
     def guard(self) -> UpdateGuard | None:
         """The object that decides before each update whether it happens."""
-        return next((gate.guard for gate in self.gates if isinstance(gate, GuardGate)), None)
+        gate = self.gates.guard
+        return gate.guard if isinstance(gate, GuardGate) else None
 
     @guard.setter
     def guard(self, guard: UpdateGuard | None) -> None:
-        other_gates = [gate for gate in self.gates if not isinstance(gate, GuardGate)]
-        self.gates = other_gates if guard is None else [*other_gates, GuardGate(guard)]
+        self.gates.guard = NO_GATE if guard is None else GuardGate(guard)
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """Set the first and last micro-batch of the training.
@@ -115,16 +111,16 @@ class Accumulation(OptimFeatures):
         If ``max_counts`` is known, a shorter last window still ends with an update, and its losses
         are averaged over its length.
         """
-        for gate in self.gates:
+        for gate in self.gates.active:
             gate.begin(model)
-        changed, self._changed, self._counted_from = self._changed, None, 0
+        changed, self._changed, self.counted_from = self._changed, None, 0
         if changed is not None and changed.continues_at(init_counts, self._inner_count):
             self.accumulate(changed.counts, since=changed.since)
             self._changed = changed
         every = self._accumulative_counts
         self._inner_count = self.resumed_at = init_counts
         self._pass_end, self.max_counts = -1, max_counts
-        if (init_counts - self._counted_from) % every and self.loss_weight is None:
+        if (init_counts - self.counted_from) % every and self.loss_weight is None:
             logger.warning(
                 "Resumed iteration number is not divisible by accumulative_counts "
                 "(%d and %d): the first update uses only %d micro-batches.",
@@ -143,6 +139,38 @@ class Accumulation(OptimFeatures):
         # A loop calls this again when it rolls back.
         self.warns_of_batch_norm &= not has_norm
 
+    def continue_window(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """Like ``initialize_count_status``, but continue a window whose gradients were restored.
+
+        Its remaining losses are scaled as without the interruption. If a checkpoint has restored
+        ``inner_count``, it is used instead of ``init_counts``.
+        """
+        count = self._inner_count or init_counts
+        self.initialize_count_status(model, self.window_start(count), max_counts)
+        self._inner_count = count
+
+    def count_micro_batch(self) -> None:
+        """Count a micro-batch whose backward did not run by ``backward``."""
+        self._inner_count += 1
+
+    def skip_micro_batch(self) -> None:
+        """Count a micro-batch that is left out, with the weight 0."""
+        if self.loss_weight is not None:
+            self.last_weight = 0.0
+        self.count_micro_batch()
+
+    def close_window(self, length: int) -> None:
+        """Make the next micro-batch the last one of its window, because the data end with it.
+
+        The gradients of the window become the mean of its micro-batches. Training loops call this
+        before the last batch of a run whose end was not known in advance, without ``loss_weight``.
+
+        Args:
+            length: number of micro-batches in the window, including the next one.
+        """
+        self._pass_end = self._inner_count + 1
+        self.gates.short_window = ShortWindow(self.window_length() / length)
+
     def accumulate(self, counts: int, *, since: int | None = None) -> None:
         """Change the number of micro-batches per update; call it between two windows.
 
@@ -158,7 +186,7 @@ class Accumulation(OptimFeatures):
             RuntimeError: a window has begun, so its losses are divided by the former number.
             TypeError: ``counts`` is not an integer.
         """
-        counts, every, count = _checked_counts(counts), self._accumulative_counts, self._inner_count
+        counts, every, count = check_counts(counts), self._accumulative_counts, self._inner_count
         if since is None and counts != every:
             if not self.should_update() and count > self.resumed_at:
                 raise RuntimeError(
@@ -173,12 +201,8 @@ class Accumulation(OptimFeatures):
                 # The windows of a weighted pass also end with the pass.
                 self.max_counts = -1 if self.loss_weight is not None else count + updates * counts
         self._accumulative_counts = counts
-        self._counted_from = self._counted_from if since is None else since
+        self.counted_from = self.counted_from if since is None else since
         self.window.accumulate(counts)
-
-    def window_start(self, count: int) -> int:
-        """Return the number of micro-batches before the window of micro-batch ``count``."""
-        return count - (count - self._counted_from) % self._accumulative_counts
 
     def begin_pass(self, start: int, length: int | None) -> None:
         """Set the start of a pass over the data and, if it is known, its length.
@@ -193,35 +217,21 @@ class Accumulation(OptimFeatures):
             length: number of micro-batches in the pass.
         """
         if self.loss_weight is not None:
-            if not start <= self._counted_from <= self._inner_count:
-                self._counted_from = start
+            if not start <= self.counted_from <= self._inner_count:
+                self.counted_from = start
             self._pass_end = -1 if length is None else start + length
 
     def should_update(self) -> bool:
         """Return whether the last micro-batch ended its window."""
         count = self._inner_count
-        full = (count - self._counted_from) % self._accumulative_counts == 0
+        full = (count - self.counted_from) % self._accumulative_counts == 0
         return full or count in (self._pass_end, self.max_counts)
 
     def should_sync(self) -> bool:
         """Return whether the next micro-batch ends its window; call it before the backward."""
         count = self._inner_count + 1
-        full = (count - self._counted_from) % self._accumulative_counts == 0
+        full = (count - self.counted_from) % self._accumulative_counts == 0
         return full or count in (self._pass_end, self.max_counts)
-
-    def close_window(self, length: int) -> None:
-        """Make the next micro-batch the last one of its window, because the data end with it.
-
-        The gradients of the window become the mean of its micro-batches. Training loops call this
-        before the last batch of a run whose end was not known in advance. The wrapper must not have
-        a ``loss_weight``.
-
-        Args:
-            length: number of micro-batches in the window, including the next one.
-        """
-        self._pass_end = self.inner_count + 1
-        # First, so that other gates get the gradients of the update.
-        self.gates.insert(0, ShortWindow(self.window_length() / length))
 
     def weigh(self, batch: Any, model: Any = None) -> None:
         """Set the weight of the next micro-batch; without ``loss_weight`` nothing happens.
@@ -258,18 +268,12 @@ class Accumulation(OptimFeatures):
         With ``loss_weight``, multiply it by the micro-batch's weight instead; ``step`` then divides
         the gradients by the window's total weight.
         """
-        # In reverse order, so that a guard, which is the last gate, gets the original loss.
-        for gate in reversed(self.gates):
+        for gate in reversed(self.gates.active):
             loss = gate.scale(loss)
         if self._accumulative_counts == 1:
             return loss
         length = self.window_length()
         return loss if length == 1 else loss / length
-
-    @property
-    def loss_scale(self) -> float | Tensor:
-        """The factor by which ``backward`` multiplies losses, for code that does not call it."""
-        return 1.0
 
     def window_length(self) -> int:
         """Return the divisor of the next loss: the length of its window, 1 with ``loss_weight``."""
@@ -284,18 +288,6 @@ class Accumulation(OptimFeatures):
             end = min(end, self.max_counts)
         # A restart loses the gradients of earlier micro-batches, so they do not count.
         return end - max(start, self.resumed_at)
-
-
-def _checked_counts(counts: int) -> int:
-    # Accepts numpy's integers, which have __index__, but not bools, which have it too.
-    if isinstance(counts, bool) or not hasattr(counts, "__index__"):
-        raise TypeError(f"accumulative_counts must be an int, got {counts!r}")
-    if counts < 1:
-        # mmengine raises the same error.
-        raise AssertionError(
-            f"_accumulative_counts at least greater than or equal to 1, got {counts!r}"
-        )
-    return operator.index(counts)
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -380,14 +372,13 @@ class OptimWrapper(Accumulation):
         if loss_weight is not None:
             self.loss_weight = LossWeight(loss_weight)
             self.window = WeightedWindow(self.loss_weight, optimizer, accumulative_counts)
-            self.gates.append(self.window)
-        self._first = FirstUpdate(optimizer)
-        self.gates.append(self._first)
+            self.gates.window = self.window
+        self.gates.first_update = FirstUpdate(optimizer)
         if self.needs_closure:
             check_closure(self)
-            self.gates.append(ClosureGate())
+            self.gates.closure = ClosureGate()
         if self.clip is not None and self.clip.kind == "value":
-            skip_empty_updates(self)
+            self.gates.gradients = GradientGate()
         self.base_param_settings: dict[str, Any] | None = None
         if len(optimizer.param_groups) > 1:
             self.base_param_settings = {"params": torch.tensor([0.0]), **optimizer.defaults}
@@ -438,8 +429,7 @@ class OptimWrapper(Accumulation):
             with self.optim_context(wrapper):
                 loss = closure()
             loss.backward()  # type: ignore[no-untyped-call]
-            if self._first in self.gates:
-                self._first.allows(self)
+            self.gates.first_update.allows(self)
             return wrapper.average(loss.detach())
 
         initial_loss: Any = self.optimizer.step(evaluate)
@@ -448,10 +438,10 @@ class OptimWrapper(Accumulation):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward and count the micro-batch."""
-        for gate in self.gates:
+        for gate in self.gates.active:
             gate.begin_backward(self.should_sync())
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
-        for gate in self.gates:
+        for gate in self.gates.active:
             gate.end_backward()
         self._inner_count += 1
 
@@ -463,8 +453,7 @@ class OptimWrapper(Accumulation):
                 gradient, for example because wrapping replaced the model's parameters.
             ValueError: the optimizer needs a closure.
         """
-        # A copy, because the check of the first update removes itself from the list.
-        for gate in (*self.gates,):
+        for gate in self.gates.active:
             if not gate.allows(self):
                 self.zero_grad()
                 return
@@ -482,7 +471,7 @@ class OptimWrapper(Accumulation):
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients, including those that fsdp keeps unsharded until the window ends."""
-        for gate in self.gates:
+        for gate in self.gates.active:
             gate.clear()
         optimizer = self.optimizer
         if self._is_sharded:
@@ -497,7 +486,7 @@ class OptimWrapper(Accumulation):
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return ``model.no_sync()``; an empty context if the next micro-batch ends its window."""
-        for gate in self.gates:
+        for gate in self.gates.active:
             gate.enter(model)
         if self._accumulative_counts == 1 or self.should_sync():
             return _NO_CONTEXT
@@ -538,7 +527,7 @@ class OptimWrapper(Accumulation):
         state[_KIND_KEY] = get_kind(self.optimizer)
         state[_COUNT_KEY] = self._inner_count
         if self._changed is not None:
-            state[_WINDOWS_KEY] = [self._accumulative_counts, self._counted_from]
+            state[_WINDOWS_KEY] = [self._accumulative_counts, self.counted_from]
         if self.loss_weight is not None:
             state[_UNIT_KEY] = self.window.unit
         return state

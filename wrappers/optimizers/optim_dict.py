@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...registry import OPTIM_WRAPPERS
 from ..features import OptimFeatures, optim_features
-from .gates import PhaseGate, skip_empty_updates
+from .gates import GradientGate, PhaseGate
 from .loss_weight import LossWeight
 from .optim import OptimWrapper
 
@@ -57,9 +57,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
         gates: list[PhaseGate] = []
         for name, wrapper in optim_wrappers.items():
             if isinstance(wrapper, OptimWrapper) and len(optim_wrappers) > 1:
-                other_gates = [gate for gate in wrapper.gates if not isinstance(gate, PhaseGate)]
-                wrapper.gates = [PhaseGate(name, wrapper, gates), *other_gates]
-                skip_empty_updates(wrapper)
+                wrapper.gates.phase = PhaseGate(name, wrapper, gates)
+                wrapper.gates.gradients = GradientGate()
         self._followers: set[str] = set()
         # Each member's micro-batches before the current batch; None without `begin_batch`.
         self._before: dict[str, int] | None = None
@@ -175,6 +174,20 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
             for other in followers:
                 other.warns_of_batch_norm &= wrapper.warns_of_batch_norm
 
+    def continue_window(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """Call ``continue_window`` of each member in ``followers()``."""
+        self._before = None
+        for wrapper in self.followers():
+            optim_features(wrapper).continue_window(model, init_counts, max_counts)
+
+    def skip_micro_batch(self) -> None:
+        """Set ``last_weight`` to 0 in each member that has a ``loss_weight``.
+
+        No member counts, because it is unknown which ones would have trained on the batch.
+        """
+        for member in self._weighted():
+            member.last_weight = 0.0
+
     def followers(self) -> list[OptimWrapper]:
         """Return the members whose counts the training loop sets.
 
@@ -233,6 +246,6 @@ def _has_ended(wrapper: OptimWrapper, before: int) -> bool:
     """Return whether a window of ``wrapper`` has ended since its count was ``before``."""
     every = wrapper._accumulative_counts
     # One batch may have several micro-batches, of which an earlier one may have ended a window.
-    start = wrapper._counted_from if isinstance(wrapper, OptimWrapper) else 0
+    start = optim_features(wrapper).counted_from
     earlier = (wrapper._inner_count - 1 - start) // every > (before - start) // every
     return wrapper._inner_count > before and (earlier or wrapper.should_update())

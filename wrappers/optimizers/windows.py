@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from ...collectives import comm_device
 from ..features import model_features
 from ..layout import get_parameters, local_part
-from .gates import Gate
+from .gates import NO_GATE, Gate
 from .loss_weight import LossWeight
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,19 @@ _ADVICE = (
     "optim_wrapper.weigh(batch) with the preprocessed batch in your train_step, then "
     "optim_wrapper.update_params(loss), or backward(scale_loss(loss))"
 )
+
+
+def check_counts(counts: int) -> int:
+    """Return ``counts``, the number of micro-batches per window, as an int if it is valid."""
+    # Accepts numpy's integers, which have __index__, but not bools, which have it too.
+    if isinstance(counts, bool) or not hasattr(counts, "__index__"):
+        raise TypeError(f"accumulative_counts must be an int, got {counts!r}")
+    if counts < 1:
+        # mmengine raises the same error.
+        raise AssertionError(
+            f"_accumulative_counts at least greater than or equal to 1, got {counts!r}"
+        )
+    return operator.index(counts)
 
 
 @dataclass(frozen=True)
@@ -115,7 +129,7 @@ class ShortWindow(Gate):
     @torch.no_grad()
     def allows(self, optim_wrapper: Any) -> bool:
         """Multiply the gradients by the factor."""
-        optim_wrapper.gates.remove(self)
+        optim_wrapper.gates.short_window = NO_GATE
         for parameter in get_parameters(optim_wrapper.optimizer):
             if parameter.grad is not None:
                 local_part(parameter.grad).mul_(self.factor)
