@@ -1,4 +1,8 @@
-"""A gradient scaler for ranks that hold only parts of the gradients."""
+"""A gradient scaler for ranks that hold only parts of the gradients.
+
+Not part of ``optimizers/amp.py``, because its base class loads 600 modules of torch, which most
+runs with mixed precision do not need.
+"""
 
 from __future__ import annotations
 
