@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..primitives.suggestions import did_you_mean, nearest
 from .catalog import (
     ADAPTERS,
     COMM_HOOKS,
@@ -50,16 +51,7 @@ from .checks.schema import (
     SchedulerSection,
     SetsSection,
 )
-from .errors import (
-    ConfigError,
-    Problem,
-    causes,
-    did_you_mean,
-    is_users_file,
-    key_noted_on,
-    nearest,
-    user_frame,
-)
+from .errors import ConfigError, Problem, causes, is_users_file, key_noted_on, user_frame
 from .imports import import_path
 from .registry import Registry, build_from_cfg, build_model_from_cfg
 from .text.config import Config, config_from_dict, dump_config, format_config, load_config

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from .errors import did_you_mean, meant_by, nearest
+from ..primitives.suggestions import did_you_mean, meant_by, nearest
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 

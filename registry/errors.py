@@ -1,11 +1,10 @@
 """The errors about configs and names, and the texts of their messages."""
 
-import difflib
 import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,50 +81,6 @@ class RegistryKeyError(KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
-
-
-def nearest(
-    name: str, candidates: Iterable[str], limit: int = 3, *, cutoff: float = 0.6
-) -> list[str]:
-    """Return the candidates that a user who wrote ``name`` may have meant, best first.
-
-    Args:
-        cutoff: the minimum similarity, from 0 to 1 (equal).
-    """
-    by_lower: dict[str, str] = {}
-    # Keys of a config may be numbers.
-    for candidate in map(str, candidates):
-        by_lower.setdefault(candidate.lower(), candidate)
-    lower_name = str(name).lower()
-    close = difflib.get_close_matches(lower_name, by_lower, n=limit, cutoff=cutoff)
-    if len(lower_name) >= 3:
-        # A candidate that contains the name, but does not start with it, must not be much longer.
-        longest = len(lower_name) / (cutoff - 0.2)
-        matches = (
-            low
-            for low in by_lower
-            if low.startswith(lower_name) or (lower_name in low and len(low) <= longest)
-        )
-        containing = sorted(matches, key=len)
-        close += [low for low in containing if low not in close]
-    return [by_lower[low] for low in close[:limit]]
-
-
-def meant_by(names: Iterable[str], candidates: Sequence[str]) -> set[str]:
-    """Return the candidates that a user who wrote the unknown ``names`` may have meant."""
-    return {near for name in names for near in nearest(name, candidates)}
-
-
-def did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return "; did you mean A or B?", or "" if no candidate is similar."""
-    close = nearest(name, candidates, cutoff=cutoff)
-    return f"; did you mean {join_choices(close)}?" if close else ""
-
-
-def join_choices(names: Sequence[str]) -> str:
-    """Join names as "A, B or C"."""
-    *head, tail = map(str, names or [""])
-    return f"{', '.join(head)} or {tail}" if head else tail
 
 
 def shown_value(value: object) -> str:

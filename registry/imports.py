@@ -15,7 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .errors import describe_at, did_you_mean, is_users_file, shortened, shown_value
+from ..primitives.suggestions import did_you_mean
+from .errors import describe_at, is_users_file, shortened, shown_value
 
 # An import runs other people's code, which may call sys.exit().
 IMPORT_FAILURES = (Exception, SystemExit)

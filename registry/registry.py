@@ -9,8 +9,9 @@ from contextvars import ContextVar
 from importlib import import_module
 from typing import Any, TypeVar, overload
 
+from ..primitives.suggestions import did_you_mean
 from .arguments import argument_problems, signature_text
-from .errors import RegistryKeyError, did_you_mean, shortened
+from .errors import RegistryKeyError, shortened
 from .imports import FailedImportError, ModuleSources, import_path, where_defined
 
 T = TypeVar("T", bound=Callable[..., Any])

@@ -13,8 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..primitives.suggestions import did_you_mean
 from .catalog import REGISTRIES
-from .errors import RegistryKeyError, did_you_mean
+from .errors import RegistryKeyError
 from .registry import Registry
 
 _ROOT = Path(__file__).resolve().parent.parent

@@ -7,6 +7,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from ..primitives.suggestions import did_you_mean
 from .arguments import (
     are_numbers,
     blame,
@@ -17,7 +18,7 @@ from .arguments import (
     required_names,
 )
 from .catalog import COMM_HOOKS, DATASETS, MODEL_WRAPPERS, MODELS
-from .errors import RegistryKeyError, did_you_mean, under_key
+from .errors import RegistryKeyError, under_key
 from .imports import import_path
 from .registry import Registry, check_arguments, find_type, merged, missed
 

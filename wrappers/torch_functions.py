@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..registry import nearest
+from ..primitives.suggestions import did_you_mean
 
 
 def option_names(function: Callable[..., Any]) -> list[str]:
@@ -25,9 +25,8 @@ def check_options(owner: str, given: Iterable[str], allowed: Sequence[str]) -> N
     """Raise TypeError for the first name in ``given`` that is not in ``allowed``."""
     for name in given:
         if name not in allowed:
-            close = nearest(name, allowed)
-            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(allowed)}"
-            raise TypeError(f"{owner} has no argument {name!r}; {hint}")
+            hint = did_you_mean(name, allowed, limit=1) or f"; it takes {', '.join(allowed)}"
+            raise TypeError(f"{owner} has no argument {name!r}{hint}")
 
 
 def refuse_double_backward(output: Any, why: str) -> None:

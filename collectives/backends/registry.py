@@ -1,9 +1,9 @@
 """Backends by name: built-in and custom ones, the default, and one instance of each."""
 
-import difflib
 import threading
 from typing import TypeAlias
 
+from ...primitives.suggestions import did_you_mean
 from .base import BaseDistBackend
 from .mpi import MPI4PyDist
 from .torch_backends import NonDist, TorchCPUDist, TorchCUDADist, TorchDist
@@ -114,8 +114,7 @@ def unregister_dist_backend(name: str) -> None:
 
 def _check_name(name: str) -> str:
     if name not in _classes:
-        near = difflib.get_close_matches(str(name), _classes, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(str(name), _classes, limit=1)
         raise AssertionError(
             f"the backend must be one of {', '.join(_classes)}, got {name!r}{hint}"
         )

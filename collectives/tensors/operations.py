@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from ...primitives.suggestions import did_you_mean
 from ..errors import Group
 from ..objects.serialize import as_bytes
 from ..process.ranks import comm_device, live_world_size, members
@@ -55,8 +55,7 @@ def checked_op(op: str, *dtypes: torch.dtype) -> str:
     """Return the operation in lower case; raise ValueError if a dtype does not support it."""
     name = str(op).lower()
     if name not in _COMBINE:
-        near = difflib.get_close_matches(name, _COMBINE, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, _COMBINE, limit=1, quoted=True)
         raise ValueError(f"op must be one of {', '.join(_COMBINE)}, got {op!r}{hint}")
     for dtype in dtypes:
         check_reduced(dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import re
 import reprlib
@@ -14,6 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from ...collectives import get_rank
+from ...primitives.suggestions import nearest
 from ...registry.local_paths import require_local
 from ...wrappers.features import model_features
 from ...wrappers.layout import is_sharded, reshard
@@ -404,7 +404,7 @@ def _mismatches(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> list[s
     for name, value in expected.items():
         if name not in saved:
             # Only for the lines that are shown: each search compares with all surplus names.
-            near = difflib.get_close_matches(name, surplus, n=1) if len(lines) < _SHOWN else []
+            near = nearest(name, surplus, 1) if len(lines) < _SHOWN else []
             hint = f" (the checkpoint has {near[0]})" if near else ""
             lines.append(f"{name}: missing in the checkpoint{hint}")
         elif isinstance(value, Tensor) and not hasattr(saved[name], "shape"):

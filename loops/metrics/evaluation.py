@@ -26,7 +26,8 @@ from ...collectives import (
     all_gather_object,
     get_rank,
 )
-from ...registry import METRICS, nearest
+from ...primitives.suggestions import did_you_mean
+from ...registry import METRICS
 from ...registry.directions import find_direction
 from ..data.loaders import SeededSamples
 from ..error_notes import add_note, describe, get_name
@@ -399,8 +400,7 @@ class WatchedMetric:
         """Return the metric's value; ValueError if the evaluation did not compute it."""
         if self.name in metrics:
             return metrics[self.name]
-        near = nearest(self.name, metrics)
-        guess = f"; did you mean {near[0]!r}?" if near else ""
+        guess = did_you_mean(self.name, metrics, limit=1, quoted=True)
         available = ", ".join(sorted(metrics)) or "none at all"
         raise ValueError(
             f"{self._setting} must name a metric of the evaluation, got {self.name!r}; "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import numbers
 from collections import defaultdict
@@ -11,6 +10,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from ...primitives.suggestions import did_you_mean
 
 T = TypeVar("T")
 _MIB = 1024**2
@@ -86,8 +87,7 @@ def _index(setting: str, model: object, names: list[str]) -> int:
     if isinstance(model, str):
         if model in names:
             return names.index(model)
-        near = difflib.get_close_matches(model, names, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(model, names, limit=1, quoted=True)
         raise ValueError(f"{setting}: no model is named {model!r} ({', '.join(names)}){hint}")
     if isinstance(model, bool) or not isinstance(model, int):
         raise TypeError(f"{setting}: {model!r} is neither an index nor a name of a model")

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ...registry import MODEL_WRAPPERS, nearest
+from ...primitives.suggestions import did_you_mean
+from ...registry import MODEL_WRAPPERS
 from ...wrappers import (
     SeparateDistributedDataParallel,
     StepDistributedDataParallel,
@@ -328,12 +329,11 @@ def _read_options(
         if name not in of_wrapper:
             allowed = of_wrapper + of_strategy
             other_wrappers = [n for kind, n in _short_names().items() if name in _get_options(kind)]
-            close = nearest(name, allowed)
-            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(allowed)}"
+            hint = did_you_mean(name, allowed, limit=1) or f"; it takes {', '.join(allowed)}"
             if other_wrappers:
-                hint = f"that is an option of {' and '.join(sorted(other_wrappers))}"
+                hint = f"; that is an option of {' and '.join(sorted(other_wrappers))}"
             raise TypeError(
-                f"{strategy.__name__} with wrapper {title} has no option {name!r}; {hint}"
+                f"{strategy.__name__} with wrapper {title} has no option {name!r}{hint}"
             )
     if options.get("uneven_inputs"):
         raise ValueError(

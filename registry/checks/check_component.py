@@ -4,8 +4,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
+from ...primitives.suggestions import nearest
 from ..arguments import argument_problems, plain_names
-from ..errors import MOST_SHOWN, Problem, nearest, shown_value
+from ..errors import MOST_SHOWN, Problem, shown_value
 from ..registry import Registry, find_type
 from ..tree import (
     find_nested,

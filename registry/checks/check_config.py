@@ -11,16 +11,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ...primitives.suggestions import did_you_mean, meant_by
 from ..catalog import ADAPTERS, HOOKS, LOOPS, METRICS, MODEL_WRAPPERS, MODELS
-from ..errors import (
-    ConfigError,
-    Problem,
-    did_you_mean,
-    meant_by,
-    shortened,
-    shown,
-    shown_value,
-)
+from ..errors import ConfigError, Problem, shortened, shown, shown_value
 from ..imports import (
     find_entry,
     find_folders,

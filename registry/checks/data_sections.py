@@ -5,8 +5,9 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+from ...primitives.suggestions import nearest
 from ..catalog import DATALOADERS, DATASETS
-from ..errors import Problem, nearest, shown_value
+from ..errors import Problem, shown_value
 from ..imports import import_path
 from .check_component import Later, component_check, object_problems
 from .schema import PER_RANK, DataSection, LoaderSection, SetsSection

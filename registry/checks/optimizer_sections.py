@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from ...primitives.suggestions import did_you_mean, join_choices, nearest
 from ..arguments import get_parameters, get_signature, title
 from ..catalog import OPTIM_WRAPPERS, OPTIMIZERS, PARAM_SCHEDULERS
-from ..errors import Problem, did_you_mean, join_choices, nearest, shown_value
+from ..errors import Problem, shown_value
 from ..registry import find_component
 from .check_component import Later, add_type, component_check
 from .schema import SCHEDULER_KEYS, CustomKeySection, ParamwiseSection, SchedulerSection

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from ...primitives.suggestions import did_you_mean, join_choices, meant_by, nearest
 from ..arguments import (
     ArgumentProblem,
     are_numbers,
@@ -14,7 +15,7 @@ from ..arguments import (
     is_tensor,
     title,
 )
-from ..errors import MOST_SHOWN, Problem, did_you_mean, join_choices, meant_by, nearest, shown_value
+from ..errors import MOST_SHOWN, Problem, shown_value
 
 T = TypeVar("T")
 _OURS = __name__.partition(".")[0]

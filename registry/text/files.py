@@ -10,17 +10,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ..errors import (
-    ConfigError,
-    Problem,
-    describe,
-    did_you_mean,
-    join_choices,
-    nearest,
-    shortened,
-    shown,
-    shown_value,
-)
+from ...primitives.suggestions import did_you_mean, join_choices, nearest
+from ..errors import ConfigError, Problem, describe, shortened, shown, shown_value
 from ..imports import IMPORT_FAILURES
 from .values import (
     BASE,

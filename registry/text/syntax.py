@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import yaml
 
-from ..errors import join_choices, shortened
+from ...primitives.suggestions import join_choices
+from ..errors import shortened
 
 _HINTS = {
     "mapping values are not allowed": "does text with a colon need quotes?",

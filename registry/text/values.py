@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ..errors import ConfigError, Problem, did_you_mean, shortened
+from ...primitives.suggestions import did_you_mean
+from ..errors import ConfigError, Problem, shortened
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 

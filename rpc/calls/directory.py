@@ -6,7 +6,6 @@ completes. All methods are called from the transport's threads.
 
 from __future__ import annotations
 
-import difflib
 import threading
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch.futures import Future
 
+from ...primitives.suggestions import did_you_mean
 from ..errors import RpcError
 
 Kind = Literal["value", "service"]
@@ -77,7 +77,8 @@ class Directory:
             if (other, group, key) in self._holders:
                 return f"; it is the key of a {other}"
             keys = [candidate for *table, candidate in self._holders if table == [kind, group]]
-        return did_you_mean(key, keys)
+        names = [candidate for candidate in keys if isinstance(candidate, str)]
+        return did_you_mean(key, names, limit=1, quoted=True) if isinstance(key, str) else ""
 
     def withdraw(self, group: str, generation: int, holder: str) -> None:
         """Delete everything that ``holder`` has in a group, and end its barriers there."""
@@ -252,12 +253,3 @@ def barrier_place(group: str, generation: int) -> Hashable:
 
 def _list(names: Iterable[str]) -> str:
     return ", ".join(map(repr, sorted(names)))
-
-
-def did_you_mean(name: object, candidates: Iterable[object]) -> str:
-    """Return "; did you mean 'x'?" with the nearest known name, or "" if none is similar."""
-    if not isinstance(name, str):
-        return ""
-    names = [candidate for candidate in candidates if isinstance(candidate, str)]
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

@@ -8,11 +8,12 @@ from typing import Any
 from torch._C._distributed_rpc import WorkerInfo
 from torch.futures import Future
 
+from ...primitives.suggestions import did_you_mean
 from ..errors import RpcError
 from . import calls as _calls
 from . import node as _node
 from .calls import Func
-from .directory import Kind, barrier_place, did_you_mean
+from .directory import Kind, barrier_place
 from .node import Node
 from .reference import RpcReference, call_remote
 
@@ -216,7 +217,7 @@ class RpcGroup:
             raise RuntimeError(
                 f"RPC target is not a member of group. {to!r} must be one of the members of "
                 f"{self.group_name!r}: {', '.join(map(repr, self.group_members))}"
-                f"{did_you_mean(name, self.group_members)}"
+                f"{did_you_mean(name or "", self.group_members, limit=1, quoted=True)}"
             )
         return str(name)
 

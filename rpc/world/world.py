@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from ...collectives import CollectiveGroup, forget_meshes
-from ..calls.directory import did_you_mean
+from ...primitives.suggestions import did_you_mean
 from ..calls.group import RpcGroup
 from ..calls.node import Node
 from .agent import Agent, check_rank, listen_on_loopback
@@ -193,7 +193,7 @@ class World:
         for name in names:
             if name not in node.members:
                 member_names = ", ".join(map(repr, node.members))
-                hint = did_you_mean(name, node.members)
+                hint = did_you_mean(name, node.members, limit=1, quoted=True)
                 raise ValueError(f"{name!r} is not a member of the world: {member_names}{hint}")
         if self.name not in names:
             raise RuntimeError(f"Creator Process [{self.name}] not in Group [{group_name}]")

@@ -16,7 +16,8 @@ from typing import NoReturn
 import click
 from click.shell_completion import shell_complete
 
-from ...registry import ConfigError, Problem, nearest
+from ...primitives.suggestions import did_you_mean
+from ...registry import ConfigError, Problem
 from ..failure import Failure, LaunchError, Terminated, TrainingFailed
 from ..rank_processes import COUNT_AS_SIGTERM, handling, pass_on_as_sigterm
 from .command import DEBUG, HELP_OPTIONS, mistake
@@ -71,9 +72,8 @@ class CommandGroup(click.Group):
             return super().parse_args(ctx, [name])
         name = "version" if name == "--version" else name
         if name not in names:
-            near = nearest(name, names, limit=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
-            raise mistake(f"stepwrap: there is no command {name}; {hint}")
+            hint = did_you_mean(name, names, limit=1) or f"; there are {', '.join(names)}"
+            raise mistake(f"stepwrap: there is no command {name}{hint}")
         return super().parse_args(ctx, [name, *arguments])
 
 

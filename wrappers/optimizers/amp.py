@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...registry import OPTIM_WRAPPERS, nearest
+from ...primitives.suggestions import did_you_mean
+from ...registry import OPTIM_WRAPPERS
 from ..layout import get_parameters, has_placed_parameters
 from ..torch_functions import check_options, option_names
 from .gates import GradientGate
@@ -167,8 +168,7 @@ def _dtype(dtype: str | torch.dtype | None, device_type: str) -> torch.dtype:
         return torch.get_autocast_dtype(device_type)
     torch_dtype = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if torch_dtype is None or torch_dtype not in _DTYPES.values():
-        near = nearest(str(dtype), _DTYPES, limit=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(str(dtype), _DTYPES, limit=1, cutoff=0.5)
         raise ValueError(f"dtype should be any of {tuple(_DTYPES)} or None, got {dtype!r}{hint}")
     return torch_dtype
 
