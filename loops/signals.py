@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..collectives import comm_device, distributed_available, get_rank, get_world_size
+from ..primitives.stop_signals import ignore
 from .state import LoopState, Phase
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT)
@@ -62,8 +63,7 @@ class StopSignals:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._is_stopping and os.environ.get("RANK") and self._old:
-            # SIG_IGN would be inherited by programs started later.
-            self._old[signal.SIGTERM] = _drop
+            self._old[signal.SIGTERM] = ignore
         for number, handler in self._old.items():
             signal.signal(number, handler)
         self._old = {}
@@ -118,10 +118,6 @@ class StopSignals:
             os.write(2, f"\n{erase}stopping after this step, to save{again}\n".encode())
         self._received = self._pending = number
         self.due_s = 0.0
-
-
-def _drop(number: int, frame: FrameType | None) -> None:
-    """Ignore a repeated signal."""
 
 
 class _ExchangePlan:

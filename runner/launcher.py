@@ -40,17 +40,16 @@ from ..collectives import (
 from ..collectives.process.slurm import slurm_tasks
 from ..loops.display.notebook import DISPLAY_DIR, is_in_notebook, show_displays
 from ..parallel import free_memory
+from ..primitives.stop_signals import blocking_signals, unblock_signals
 from .failure import Failure, LaunchError, OversubscribedError, require_cores
 from .rank_processes import (
     Ranks,
-    blocking_signals,
     host_identity,
     is_running,
     own_memory,
     receiving_signals,
     set_variables,
     stop_error,
-    unblock_signals,
 )
 
 T = TypeVar("T")

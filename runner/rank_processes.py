@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,11 +17,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ..primitives import parent_watch, stop_signals
+from ..primitives.stop_signals import (
+    COUNT_AS_SIGTERM,
+    blocking_signals,
+    handling,
+    heeded_signals,
+    pass_on_as_sigterm,
+)
 from .failure import Failure, Terminated
-from .watch_parent import STOP_SIGNALS
-
-# SIGHUP: the terminal was closed. SIGUSR1: some schedulers send it before they end a job.
-COUNT_AS_SIGTERM = (signal.SIGHUP, signal.SIGUSR1)
 
 # Seconds that ranks may continue after another rank failed: normally, and while a rank is saving.
 _GRACE_S = 3.0
@@ -37,8 +40,11 @@ def add_parent_watch() -> Iterator[None]:
     The watch starts before the process imports anything, which may take seconds. It also applies
     to processes that other threads spawn at the same time.
     """
-    watch = str(Path(__file__).with_name("watch_parent.py"))
-    prelude = f"import runpy; runpy.run_path({watch!r})['die_with_parent']({os.getpid()})"
+    signals, watch = stop_signals.__file__, parent_watch.__file__
+    prelude = (
+        f"import runpy; runpy.run_path({signals!r})['leave_process_group'](); "
+        f"runpy.run_path({watch!r})['end_with_parent']({os.getpid()})"
+    )
     plain = spawn.get_command_line
 
     def add_watch(**options: Any) -> list[str]:
@@ -51,22 +57,6 @@ def add_parent_watch() -> Iterator[None]:
         yield
     finally:
         spawn.get_command_line = plain
-
-
-def unblock_signals() -> None:
-    """Unblock stop signals, which delivers pending ones.
-
-    SIGHUP and SIGUSR1 are handled like SIGTERM, unless they are ignored or have a handler.
-    """
-    for number in COUNT_AS_SIGTERM:
-        if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, pass_on_as_sigterm)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-
-def pass_on_as_sigterm(number: int, frame: FrameType | None) -> None:
-    """Handle a signal like SIGTERM: a running training saves a checkpoint and stops."""
-    signal.raise_signal(signal.SIGTERM)
 
 
 def host_identity() -> str:
@@ -238,19 +228,6 @@ class Ranks:
 
 
 @contextmanager
-def handling(handlers: Mapping[int, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
-    """Install signal handlers if this is the main thread, and restore the old ones at the end."""
-    if threading.current_thread() is not threading.main_thread():
-        handlers = {}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
 def receiving_signals(ranks: Ranks) -> Iterator[None]:
     """Record this process's stop signals in ``ranks.received``."""
     quiet = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"]))
@@ -266,23 +243,8 @@ def receiving_signals(ranks: Ranks) -> Iterator[None]:
     free = [
         n for n in COUNT_AS_SIGTERM if signal.getsignal(n) in (signal.SIG_DFL, pass_on_as_sigterm)
     ]
-    with handling(dict.fromkeys((*_heeded_stops(), *free), note)):
+    with handling(dict.fromkeys((*heeded_signals(), *free), note)):
         yield
-
-
-@contextmanager
-def blocking_signals() -> Iterator[None]:
-    """Block stop signals in this thread and in the processes that it starts in this context."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _heeded_stops() -> list[signal.Signals]:
-    # nohup and a script's `&` make a process ignore signals.
-    return [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
 
 
 @contextmanager
@@ -294,7 +256,7 @@ def raising_stops() -> Iterator[None]:
         received.append(number)
         raise stop_error(number)
 
-    with handling(dict.fromkeys(_heeded_stops(), stop)):
+    with handling(dict.fromkeys(heeded_signals(), stop)):
         try:
             yield
         except Exception as error:

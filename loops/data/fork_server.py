@@ -11,9 +11,11 @@ import os
 import signal
 import sys
 from multiprocessing import forkserver
-from types import FrameType
 
-_IGNORED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+from ...primitives.stop_signals import COUNT_AS_SIGTERM, ignore
+
+# The server itself ignores SIGINT.
+_IGNORED = (signal.SIGTERM, *COUNT_AS_SIGTERM)
 
 
 def preload_this_module() -> None:
@@ -25,12 +27,8 @@ def preload_this_module() -> None:
         multiprocessing.set_forkserver_preload([*modules, __name__])
 
 
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing. SIG_IGN would be inherited by programs that the server's children start."""
-
-
 def _ignore_stop_signals_in_this_process() -> None:
-    before = {number: signal.signal(number, _ignore) for number in _IGNORED}
+    before = {number: signal.signal(number, ignore) for number in _IGNORED}
 
     def restore() -> None:
         for number, handler in before.items():

@@ -6,8 +6,8 @@ import inspect
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from io import IOBase
 from multiprocessing import resource_tracker, util
@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from ...primitives.parent_watch import end_after
+from ...primitives.stop_signals import STOP_SIGNALS, blocking_signals
 from ..error_notes import add_note, describe_samples, get_name, unwrapped
 from . import fork_server
-
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
 
 # The attributes in which torch's and our wrappers keep a data set or a collator.
 _WRAPPED = ("dataset", "samples", "collate")
@@ -51,15 +50,15 @@ def iterate(loader: Iterable[Any]) -> Iterator[Any]:
     if not (isinstance(start, WorkerStart) and start.parent == os.getpid()):
         workers.worker_init_fn = WorkerStart(getattr(start, "user_start", start))
     # Block nothing for a fork server: it would pass the mask on to every process it starts later.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, () if method == "forkserver" else _IGNORED)
+    blocking = nullcontext() if method == "forkserver" else blocking_signals()
     try:
-        return iter(loader)
+        with blocking:
+            return iter(loader)
     except Exception as error:
         if method != "fork" and (text := _explain_unpicklable(workers, method)):
             raise TypeError(text) from error
         raise
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         workers.worker_init_fn = start
 
 
@@ -133,26 +132,21 @@ class WorkerStart:
 
     def __call__(self, worker: int) -> None:
         # SIG_IGN would be inherited by programs that the worker starts.
-        for number in _IGNORED:
+        for number in STOP_SIGNALS:
             signal.signal(number, self._ignore)
         parent = multiprocessing.parent_process()
-        if parent is not None:
-            threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+        if parent is not None and parent.pid is not None:
+            end_after(parent.pid)
         if parent is None or parent.pid != self.parent:
             # The marker belongs to another process, so it does not show when the parent exits.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if self.user_start is not None:
             self.user_start(worker)
 
     def _ignore(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTERM and not self.running_marker.exists():
             os._exit(0)
-
-
-def _end_with(parent: Any) -> None:
-    parent.join()
-    os._exit(1)
 
 
 class WorkerCollate:

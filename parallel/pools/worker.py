@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import reduction
 
+from ...primitives.parent_watch import end_after, end_with_parent
 from ...transport import descriptors as _descriptors
 from ...transport.wire import INLINE_BYTES, Packed, pack, unpack
 
@@ -39,7 +40,6 @@ VALUE, ERROR, BARE_ERROR, READY, FAILED, DONE = range(6)
 # The longest message is a task with a function, both of maximal length.
 MESSAGE_BYTES = TASK.size + 2 * INLINE_BYTES
 
-_PR_SET_PDEATHSIG = 1
 _TEXT_LIMIT = 1000
 
 
@@ -136,7 +136,8 @@ def main(
             ``copy_tensor`` and ``recurse``; None if they come as the first message, because the
             process was not forked.
     """
-    _end_with_pool(parent, start_method)
+    # The parent process of a worker may be a fork server, which outlives the pool.
+    (end_after if start_method == "forkserver" else end_with_parent)(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _descriptors.close(to_close)
@@ -177,30 +178,6 @@ def _result_putter(outqueue: Any) -> Callable[[Any], None]:
             outqueue.put((job, chunk, (False, unsent)))
 
     return put
-
-
-def _end_with_pool(parent: int, start_method: str) -> None:
-    """Make this process end when the process of the pool ends."""
-    if start_method == "forkserver":
-        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
-        return
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    # The parent may have ended before the call.
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _end_after(parent: int) -> None:
-    import select
-
-    try:
-        fd = os.pidfd_open(parent)
-    except ProcessLookupError:
-        os._exit(1)
-    select.select([fd], [], [])
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _WorkerEnd:

@@ -217,7 +217,7 @@ class RpcGroup:
             raise RuntimeError(
                 f"RPC target is not a member of group. {to!r} must be one of the members of "
                 f"{self.group_name!r}: {', '.join(map(repr, self.group_members))}"
-                f"{did_you_mean(name or "", self.group_members, limit=1, quoted=True)}"
+                f"{did_you_mean(name or '', self.group_members, limit=1, quoted=True)}"
             )
         return str(name)
 

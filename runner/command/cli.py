@@ -16,10 +16,15 @@ from typing import NoReturn
 import click
 from click.shell_completion import shell_complete
 
+from ...primitives.stop_signals import (
+    COUNT_AS_SIGTERM,
+    handling,
+    pass_on_as_sigterm,
+    signal_name,
+)
 from ...primitives.suggestions import did_you_mean
 from ...registry import ConfigError, Problem
 from ..failure import Failure, LaunchError, Terminated, TrainingFailed
-from ..rank_processes import COUNT_AS_SIGTERM, handling, pass_on_as_sigterm
 from .command import DEBUG, HELP_OPTIONS, mistake
 
 FAILED, MISTAKE = 1, 2
@@ -212,6 +217,5 @@ def _signals_end_at_once() -> Iterator[None]:
 
 
 def _stop_text(stop: Terminated) -> str:
-    name = "Ctrl-C" if stop.number == signal.SIGINT else str(stop)
     saved = f"the last checkpoint is {stop.saved}" if stop.saved else "nothing was saved"
-    return f"stopped by {name}; {saved}"
+    return f"stopped by {signal_name(stop.number)}; {saved}"

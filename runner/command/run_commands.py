@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ...collectives.process.slurm import describe_slurm
 from ...loops import find_checkpoint, list_checkpoints, load_checkpoint
 from ...loops.predictions.files import check_path, remove_leftovers
+from ...primitives.stop_signals import signal_name
 from ...registry import Config, ConfigError, Problem, RunSections
 from ..failure import Terminated, TrainingFailed
 from ..jobs import Job, Outcome, on_ranks, require_free_run_dir, run_dir_error, run_job
@@ -188,8 +189,9 @@ def _report(job: Job, outcome: Outcome) -> int:
 
 
 def _report_stop(folder: Path, outcome: Outcome) -> None:
-    name = "Ctrl-C" if outcome.signal == signal.SIGINT else signal.Signals(outcome.signal).name
-    message = f"stopped by {name}: at step {outcome.step} (epoch {outcome.epoch})"
+    message = (
+        f"stopped by {signal_name(outcome.signal)}: at step {outcome.step} (epoch {outcome.epoch})"
+    )
     saved = list_checkpoints(folder / "checkpoints")
     if not saved:
         print(f"{message}; nothing was saved (hooks.checkpoint is off)")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...loops.metrics.directions import find_directions
+from ...primitives.stop_signals import signal_name
 from ...registry import ConfigError, Problem, RunSections, did_you_mean
 from ...registry.directions import find_direction
 from ..failure import Terminated, as_mistakes_in
@@ -117,8 +118,7 @@ def _report(sweep: Sweep, options: Options, stop: int) -> int:
         best = as_overrides(sweep.get_values(ranked[0]))
         print(f"train with its values: {train_with(options, *best)}")
     if stop:
-        name = "Ctrl-C" if stop == signal.SIGINT else signal.Signals(stop).name
-        print(f"stopped by {name}; the same command with --resume continues the sweep")
+        print(f"stopped by {signal_name(stop)}; the same command with --resume continues the sweep")
         return 128 + stop
     return 0 if ranked else 1
 
