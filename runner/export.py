@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflat
 from ..loops.checkpoints.files import open_for_torch
 from ..loops.checkpoints.weights import is_compact
 from ..loops.evaluate import evaluation_mode
+from ..primitives.files import replacing
 from ..registry.local_paths import require_local
 from ..wrappers.steps.plain_models import accept_mode, remove_targets
 from ..wrappers.steps.preprocess import as_call
@@ -137,8 +137,8 @@ def export_model(
     path = Path(path)
     check_export(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        draft = Path(folder, path.name)
+    # Large ONNX models have a second file with weights.
+    with replacing(path) as draft:
         with evaluation_mode(model), torch.no_grad(), _quiet():
             outputs = _TensorForward(model, batch)
             if path.suffix == ".safetensors":
@@ -155,13 +155,8 @@ def export_model(
                 with evaluation_mode(live):
                     tolerance = _merged_tolerance(live)
                     difference = _compare(expected, run, is_program=is_program, tolerance=tolerance)
-        # Large ONNX models have a second file with weights. Move the main file last, so that it
-        # never exists without the other one.
-        files = sorted(Path(folder).iterdir(), key=lambda file: file == draft)
-        for file in files:
+        for file in draft.parent.iterdir():
             check_export(path.with_name(file.name), path.suffix.removeprefix("."))
-        for file in files:
-            os.replace(file, path.with_name(file.name))
     inputs = {} if path.suffix == ".safetensors" else _shapes(outputs)
     return Export(path, inputs, difference)
 
@@ -189,8 +184,7 @@ def export_adapter(
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        draft = Path(folder, path.name)
+    with replacing(path) as draft:
         adapter.save(draft)
         # peft adds the adapter in place, so the result is not needed.
         PeftModel.from_pretrained(base.get_submodule(adapter.net), str(draft))
@@ -198,7 +192,6 @@ def export_adapter(
         with evaluation_mode(adapter.model), evaluation_mode(base), torch.no_grad():
             difference = _compare(outputs, _TensorForward(base, batch), is_program=False)
         check_export(path, "peft")
-        os.replace(draft, path)
     return Export(path, {}, difference)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from typing import IO
 from ..collectives import broadcast, get_rank
 from ..loops import CheckpointError, Hook, LoopState, find_checkpoint
 from ..loops.loggers.logger import flat_settings
+from ..primitives.files import is_locked, replacing, try_lock
 from ..registry import Config, did_you_mean, dump_config, source_folders
 from ..registry.local_paths import require_local
 
@@ -63,7 +63,7 @@ def _locked(path: Path) -> Iterator[None]:
     for attempt in range(_TRIES):
         time.sleep(_PAUSE_S if attempt else 0.0)
         file = path.open("a+")
-        if _lock(file.fileno(), fcntl.LOCK_EX) and _is_at(file, path):
+        if _lock(file.fileno()) and _is_at(file, path):
             break
         file.close()
     else:
@@ -90,12 +90,10 @@ def _is_at(file: IO[str], path: Path) -> bool:
         return False
 
 
-def _lock(descriptor: int, kind: int) -> bool:
+def _lock(descriptor: int) -> bool:
     """Try to lock an open file; return False if another process has locked it."""
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return try_lock(descriptor)
     except OSError as error:
         logger.warning(
             "the file system does not support locks (%s): a second run could use the same folder",
@@ -128,9 +126,8 @@ class ConfigWriter(Hook):
         if state.run_dir is not None and get_rank() == 0:
             settings = {"resume": False, "import_from": source_folders(self._config)}
             state.run_dir.mkdir(parents=True, exist_ok=True)
-            draft = state.run_dir / "config.yaml.tmp"
-            dump_config({**self._config.to_dict(), **settings}, draft)
-            draft.replace(state.run_dir / "config.yaml")
+            with replacing(state.run_dir / "config.yaml") as draft:
+                dump_config({**self._config.to_dict(), **settings}, draft)
             self._write_origins(state.run_dir / "origins.json")
 
     def _write_origins(self, path: Path) -> None:
@@ -149,11 +146,7 @@ class ConfigWriter(Hook):
 
 def is_in_use(run_dir: Path) -> str:
     """Return a message if another run is using ``run_dir``, otherwise ""."""
-    try:
-        with (run_dir / _LOCK).open() as file:
-            if _lock(file.fileno(), fcntl.LOCK_SH):
-                return ""
-    except OSError:
+    if not is_locked(run_dir / _LOCK):
         return ""
     return (
         f"{run_dir} is in use by {_owner(run_dir / _LOCK)}; wait until it ends, or start another "

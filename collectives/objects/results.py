@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ...primitives.files import replacing
 from ..errors import CollectiveError, Group, get_text
 from ..process.ranks import distributed_available, live_world_size, members
 from .agree import results_of_all
@@ -255,12 +256,10 @@ def _write_part(data: object, folder: Path) -> bytes:
         raise CollectiveError(f"cannot pickle the object: {get_text(error)}") from error
     digest = hashlib.blake2b()
     file_path = _part_path(folder, dist.get_rank())
-    unfinished = file_path.with_suffix(".tmp")
-    with unfinished.open("xb") as file:
+    with replacing(file_path) as draft, draft.open("xb") as file:
         for chunk in chunks:
             digest.update(chunk)
             file.write(chunk)
-    os.replace(unfinished, file_path)
     return digest.digest()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ...primitives.files import is_locked
 from ...registry import did_you_mean
 from ...registry.directions import find_direction
 
@@ -417,16 +417,7 @@ def _text(path: Path, root: Path) -> str:
 
 def _is_locked(path: Path, root: Path) -> bool:
     """Return whether a training holds the lock of its folder."""
-    if _status(path, root) is None:
-        return False
-    try:
-        with path.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+    return _status(path, root) is not None and is_locked(path)
 
 
 def read_all(paths: list[str], fail: Callable[[str], Exception]) -> list[Run]:

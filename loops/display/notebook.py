@@ -11,6 +11,7 @@ from collections import deque
 from pathlib import Path
 from time import time_ns
 
+from ...primitives.files import replacing
 from .panel import Progress, render
 
 # The variable with the folder into which rank 0 of a launch writes drawings for the notebook.
@@ -54,9 +55,8 @@ class NotebookDisplay:
             _display(data, self._name, is_new=self._is_new)
             self._is_new = False
             return
-        draft = self._path.with_suffix(".draft")
-        draft.write_text(json.dumps({"name": self._name, "data": data}))
-        draft.replace(self._path)
+        with replacing(self._path) as draft:
+            draft.write_text(json.dumps({"name": self._name, "data": data}))
 
     def _rendered(self) -> dict[str, str]:
         from rich.console import Console

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...collectives import get_rank
+from ...primitives.files import replacing
 from ...registry import HOOKS
 from ..display.lines import eval_line, train_line
 from ..state import LoopState, Phase
@@ -169,9 +170,8 @@ def _json_line(record: Record) -> str:
 
 
 def _replace(path: Path, lines: Iterable[str]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes("".join(lines).encode())
-    os.replace(temporary, path)
+    with replacing(path) as draft:
+        draft.write_bytes("".join(lines).encode())
 
 
 def _append(path: Path, line: str) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ...collectives import all_gather_object, get_rank, get_world_size
+from ...primitives.files import replacing
 from ...registry import HOOKS
 from ...wrappers.layout import get_layout, local_part
 from ...wrappers.sharding.mesh import check_axes
@@ -228,6 +229,5 @@ def _grouped(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def _write(path: Path, content: Any) -> None:
-    draft = path.with_name(f"{path.name}.tmp")
-    draft.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    draft.replace(path)
+    with replacing(path) as draft:
+        draft.write_text(json.dumps(content, indent=1), encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import tempfile
 import zipfile
@@ -19,6 +18,7 @@ from typing import Any, TextIO, TypeAlias
 
 import numpy as np
 
+from ...primitives.files import replacing
 from ...registry.local_paths import require_local
 from .rows import Row
 
@@ -154,21 +154,16 @@ def merge_parts(paths: Iterable[Path], path: Path, fields: Fields) -> int:
         FileExistsError: the file has appeared in the meantime.
         ValueError: the format cannot hold the rows.
     """
-    draft = path.with_name(f".{path.name}.tmp")
-    try:
-        with ExitStack() as stack:
-            files = [stack.enter_context(part_path.open(encoding="utf-8")) for part_path in paths]
-            rows = merge(*map(_rows_in, files), key=lambda row: row[INDEX])
-            if path.suffix == ".jsonl":
-                count = _write_lines(rows, draft)
-            elif path.suffix == ".parquet":
-                count = _write_parquet(rows, draft)
-            else:
-                count = _write_arrays(rows, draft, fields)
+    with replacing(path) as draft, ExitStack() as stack:
+        files = [stack.enter_context(part_path.open(encoding="utf-8")) for part_path in paths]
+        rows = merge(*map(_rows_in, files), key=lambda row: row[INDEX])
+        if path.suffix == ".jsonl":
+            count = _write_lines(rows, draft)
+        elif path.suffix == ".parquet":
+            count = _write_parquet(rows, draft)
+        else:
+            count = _write_arrays(rows, draft, fields)
         check_path(path)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
     return count
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import platform
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from ...primitives.files import locked, replacing
 from .errors import NotCompilableError, first_line
 
 Program = Callable[[list[Tensor]], list[Tensor]]
@@ -72,9 +72,8 @@ class Compiler:
         path = _cache() / f"{_key(graph, inputs)}.pt2"
         if not path.exists():
             self._announce(_seconds(graph))
-            with Path(f"{path}.lock").open("w") as lock:
-                # One of the ranks compiles, and the others load its program.
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            # One of the ranks compiles, and the others load its program.
+            with locked(Path(f"{path}.lock")):
                 if not path.exists():
                     _compile(graph, inputs, path)
         package: Any = torch._inductor.aoti_load_package(str(path))
@@ -101,15 +100,14 @@ def _compile(graph: GraphModule, inputs: Sequence[Tensor], path: Path) -> None:
             outputs: list[Tensor] = graph(*flat)
             return outputs
 
-    with warnings.catch_warnings(), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    # Another run may read the file.
+    with warnings.catch_warnings(), replacing(path) as draft:
         warnings.simplefilter("ignore")
         # Detached, because export does not allow parameters to be changed in place.
         exported = torch.export.export(Flat(), tuple(tensor.detach() for tensor in inputs))
-        package = torch._inductor.aoti_compile_and_package(
-            exported, package_path=f"{folder}/step.pt2", inductor_configs=dict(_SETTINGS)
+        torch._inductor.aoti_compile_and_package(
+            exported, package_path=str(draft), inductor_configs=dict(_SETTINGS)
         )
-        # Atomic, because another run may read the file.
-        os.replace(package, path)
 
 
 def _key(graph: GraphModule, inputs: Sequence[Tensor]) -> str:
