@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import Progress, in_progress
+from ..primitives.notes import add_note
 from ..registry import is_users_file
 from ..wrappers.steps.preprocess import get_fields
 from ..wrappers.unwrap import plain_name, user_model
@@ -46,11 +47,6 @@ def naming_missing_ranks(state: LoopState) -> AbstractContextManager[None]:
         return Progress(_ACTIVITIES[state.phase], f"step {state.step}, epoch {epoch}")
 
     return in_progress(progress)
-
-
-def add_note(error: BaseException, text: str) -> None:
-    """Add a note to an error, like ``BaseException.add_note`` of Python 3.11."""
-    vars(error).setdefault("__notes__", []).append(text)
 
 
 def note_failure(error: BaseException, state: LoopState, loader: Any, step_name: str) -> None:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
+from ..primitives.notes import add_note
 from ..wrappers.steps.preprocess import get_device
-from .error_notes import add_note
 from .evaluate import TestLoop, ValLoop
 from .evaluation import Evaluation, Poll
 from .hook import HookList

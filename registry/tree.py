@@ -7,6 +7,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from ..primitives.notes import add_note
 from ..primitives.suggestions import did_you_mean
 from .arguments import (
     are_numbers,
@@ -172,8 +173,7 @@ def _blaming(target: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
     except Exception as error:
         name, meant = blame(target, arguments.keys(), str(error))
         if meant:
-            # The same as `add_note`, which Python 3.10 does not have.
-            vars(error).setdefault("__notes__", []).append(f"did you mean {meant}?")
+            add_note(error, f"did you mean {meant}?")
         with under_key(name):
             raise
 

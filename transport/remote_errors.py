@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
+from ..primitives.notes import add_note
 from .errors import RemoteError, RemoteTraceback
 from .pickling import dumps, loads
 
@@ -71,8 +72,8 @@ def rebuild(data: bytes) -> BaseException:
         # The user's class may raise any exception while it is unpickled.
         try:
             error = _load_exception(pickled)
-            if notes and not hasattr(error, "__notes__"):
-                error.__dict__["__notes__"] = notes
+            for note in () if hasattr(error, "__notes__") else notes:
+                add_note(error, note)
             error.__cause__ = remote_traceback(text)
             return error
         except BaseException as reason:

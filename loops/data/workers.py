@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from ...primitives.notes import add_note
 from ...primitives.parent_watch import end_after
 from ...primitives.stop_signals import STOP_SIGNALS, blocking_signals
-from ..error_notes import add_note, describe_samples, get_name, unwrapped
+from ..error_notes import describe_samples, get_name, unwrapped
 from . import fork_server
 
 # The attributes in which torch's and our wrappers keep a data set or a collator.

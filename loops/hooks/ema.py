@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from ...collectives import distributed_available
+from ...primitives.notes import add_note
 from ...registry import HOOKS
 from ...wrappers.features import model_features, optim_features
 from ...wrappers.layout import as_global, copy_whole_, local_part, reshard
@@ -21,7 +22,6 @@ from ...wrappers.unwrap import plain_name, user_model
 from ..checkpoints.shards import load_whole_tensors
 from ..checkpoints.weights import get_state, saved_parameters
 from ..data.loaders import read_aside
-from ..error_notes import add_note
 from ..hook import Hook
 from ..rng import preserved_rng
 from ..schedule import positive

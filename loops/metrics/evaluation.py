@@ -26,11 +26,12 @@ from ...collectives import (
     all_gather_object,
     get_rank,
 )
+from ...primitives.notes import add_note
 from ...primitives.suggestions import did_you_mean
 from ...registry import METRICS
 from ...registry.directions import find_direction
 from ..data.loaders import SeededSamples
-from ..error_notes import add_note, describe, get_name
+from ..error_notes import describe, get_name
 from ..state import LoopState
 from .inputs import MetricInputs, MetricInputsError
 

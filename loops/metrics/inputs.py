@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...primitives.notes import add_note
 from ...registry import did_you_mean
-from ..error_notes import add_note, describe, get_name
+from ..error_notes import describe, get_name
 
 
 class MetricInputsError(ValueError):

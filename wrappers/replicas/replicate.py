@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, jit, nn
 from torch.nn.parallel import replicate as torch_replicate
 
+from ...primitives.notes import add_note
 from .session import ReplicationSession
 
 _T = TypeVar("_T", bound=nn.Module)
@@ -94,7 +94,7 @@ def run_callbacks(modules: Sequence[nn.Module], session: ReplicationSession) -> 
             except Exception as error:
                 kind = type(submodule).__name__
                 location = f"copy {copy_id} of {len(modules)}, layer {context.layer!r}"
-                _add_note(error, f"in {kind}.{CALLBACK} of {location}")
+                add_note(error, f"in {kind}.{CALLBACK} of {location}")
                 session.abort(error)
                 raise
 
@@ -206,14 +206,6 @@ def _get_attributes(module: nn.Module) -> nn.Module:
     attributes["_is_replica"] = True
     object.__setattr__(replica, "__dict__", attributes)
     return replica
-
-
-def _add_note(error: BaseException, text: str) -> None:
-    """Add a note to ``error``; before Python 3.11, append it to the message if that is a string."""
-    if sys.version_info >= (3, 11):
-        error.add_note(text)
-    elif len(error.args) == 1 and isinstance(error.args[0], str):
-        error.args = (f"{error.args[0]} ({text})",)
 
 
 def _get_callback(module: nn.Module) -> Callable[[CallbackContext, int], None] | None:
@@ -334,7 +326,7 @@ def run_copies(
             failure for failure in failures if id(failure[1].__cause__) not in errors
         )
         failures.clear()
-        _add_note(error, f"in copy {failed} of {len(modules)} on {devices[failed]}")
+        add_note(error, f"in copy {failed} of {len(modules)} on {devices[failed]}")
         try:
             raise error
         finally:
