@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..primitives.tensor_bits import tensor_bytes
 from ..wrappers.layout import local_part
 
 # The bytes that an accelerator hashes at once: blocks avoid a copy of the whole model.
@@ -100,9 +101,7 @@ def _get_bytes(tensor: Tensor) -> Tensor:
     if values.layout is not torch.strided:
         values = values.to_sparse(layout=torch.sparse_coo).coalesce()
         return torch.cat([_get_bytes(values.indices()), _get_bytes(values.values())])
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    return values.resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return tensor_bytes(values)
 
 
 def _sum_of_words(block: list[Tensor], size: int) -> Tensor:

@@ -29,6 +29,7 @@ from ..loops import (
     list_checkpoints,
     load_checkpoint,
 )
+from ..primitives.tensor_bits import same_bits
 from ..runner.command.command import Options, mistake
 from ..runner.failure import as_mistakes_in
 from ..runner.jobs import Job, on_ranks, prepared
@@ -167,17 +168,16 @@ def _compare(replayed: Replayed, state: LoopState, folder: Path) -> None:
     saved = broadcast(next((str(p) for p, meta in listed if meta["step"] == state.step), ""))
     if not saved:
         return
-    ours = _get_bits(state.model)
+    ours = [tensor.clone() for tensor in _local_parts(state.model)]
     load_checkpoint(saved).load_model(state.model)
-    equal = all(map(torch.equal, ours, _get_bits(state.model)))
+    equal = all(map(same_bits, ours, _local_parts(state.model)))
     replayed.saved, replayed.equal = saved, all(all_gather_object(equal))
 
 
-def _get_bits(model: nn.Module) -> list[Tensor]:
-    """Return this rank's parts of all weights and buffers as bytes, so that NaN equals itself."""
+def _local_parts(model: nn.Module) -> list[Tensor]:
+    """Return this rank's parts of all weights and buffers."""
     reshard(model)
-    tensors = (local_part(tensor).detach() for tensor in (*model.parameters(), *model.buffers()))
-    return [local.clone().reshape(-1).view(torch.uint8) for local in tensors]
+    return [local_part(tensor).detach() for tensor in (*model.parameters(), *model.buffers())]
 
 
 class ReplayHook(Hook):

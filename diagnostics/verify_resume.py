@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..loops import Checkpoint, find_checkpoint, load_checkpoint
+from ..primitives.tensor_bits import same_bits
 from ..registry import RunSections, optim_wrapper_sections
 from ..runner.command.cli import main
 from ..runner.command.command import Options, mistake
@@ -204,15 +205,12 @@ def _unequal(a: Any, b: Any, path: str = "") -> Iterator[str]:
     if isinstance(a, dict) and isinstance(b, dict):
         for key in {**a, **b}:
             yield from _unequal(a.get(key), b.get(key), f"{path}.{key}".lstrip("."))
-    elif _bits(a) != _bits(b):
+    elif isinstance(a, Tensor) and isinstance(b, Tensor):
+        if not same_bits(a, b):
+            yield path
+    # Strings, so that NaN equals itself.
+    elif repr(a) != repr(b):
         yield path
-
-
-def _bits(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        # Strings, so that NaN equals itself.
-        return repr(value)
-    return value.dtype, value.shape, value.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _print_causes(runs: _Runs, found: Difference, start: Path | None = None) -> None:

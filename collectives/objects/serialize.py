@@ -16,6 +16,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from ...primitives.tensor_bits import tensor_bytes
 from ...transport.buffers import OUT_OF_BAND_BYTES, divider
 from ...transport.memory import aligned_pieces, split
 from ..process.ranks import comm_device, distributed_available, get_rank
@@ -211,18 +212,12 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     order = None
     if not plain.is_contiguous():
         order, plain = _reorder_memory(plain)
-    array = (as_bytes(plain) if tensor.dtype in _WITHOUT_NUMPY else plain).numpy()
+    array = (tensor_bytes(plain) if tensor.dtype in _WITHOUT_NUMPY else plain).numpy()
     content = pickle.PickleBuffer(array.data)
     arguments: tuple[Any, ...] = (content, name, tuple(plain.shape))
     if order is not None or tensor.requires_grad:
         arguments += (tensor.requires_grad, order)
     return _rebuild_tensor, arguments
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor as flat uint8."""
-    # Not view(-1): with a single element it may keep a stride other than 1.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _reorder_memory(tensor: torch.Tensor) -> tuple[Sequence[int] | None, torch.Tensor]:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ...primitives.suggestions import did_you_mean
+from ...primitives.tensor_bits import tensor_bytes
 from ..errors import Group
-from ..objects.serialize import as_bytes
 from ..process.ranks import comm_device, live_world_size, members
 
 _BITWISE: Final = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
@@ -92,7 +92,7 @@ class Memory:
                 if is_read
                 else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             )
-        self.bytes = as_bytes(self._carrier)
+        self.bytes = tensor_bytes(self._carrier)
 
     def store(self) -> None:
         """Copy the received values into the tensor, unless they were received in its memory."""
@@ -168,8 +168,10 @@ class Reduction:
         total = self._fold()
         if self._is_gathered:
             self._parts = [torch.empty_like(total) for _ in members(self._group)]
-            memory = [as_bytes(buffer) for buffer in self._parts]
-            work: dist.Work = dist.all_gather(memory, as_bytes(total), self._group, async_op=True)
+            memory = [tensor_bytes(buffer) for buffer in self._parts]
+            work: dist.Work = dist.all_gather(
+                memory, tensor_bytes(total), self._group, async_op=True
+            )
             return work
         is_elsewhere = self._dst is not None and self._dst != dist.get_rank()
         if is_elsewhere and total.data_ptr() == self._tensor.data_ptr():

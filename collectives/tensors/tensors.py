@@ -9,9 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ...primitives.tensor_bits import tensor_bytes
 from ..errors import Call, Group, attempt, ranks_by_text
 from ..objects.agree import agree
-from ..objects.serialize import as_bytes
 from ..process.ranks import (
     comm_device,
     launched_local_rank,
@@ -100,7 +100,7 @@ def broadcast(data: torch.Tensor, src: int = 0, group: Group = None) -> None:
         if world_size == 1:
             return
         sent = as_sent(target, comm_device(group, prefer=target.device))
-        memory = as_bytes(sent)
+        memory = tensor_bytes(sent)
     with calling("dist.broadcast", group, lambda: f"{describe_tensor(data)} from rank {src}"):
         dist.broadcast(memory, src, group)
     if sent is not target and dist.get_rank() != src:
@@ -177,7 +177,7 @@ def _gather(name: str, data: torch.Tensor, dst: int | None, group: Group) -> lis
         checked_tensor("data", data)
         if dst is not None:
             place_in_group(dst, group, "dst")
-        return as_bytes(as_sent(data, comm_device(group, prefer=data.device)))
+        return tensor_bytes(as_sent(data, comm_device(group, prefer=data.device)))
 
     if live_world_size(group) == 1:
         make()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from ...collectives import TorchDist, get_rank, get_world_size
+from ...primitives.tensor_bits import tensor_bytes
 from ...wrappers.steps.preprocess import get_fields
 from ..error_notes import get_name
 from ..rng import mix_seed, preserved_rng, seed_rng
@@ -340,7 +341,7 @@ def _add(hashed: Any, data: Any) -> None:
     hashed.update(type(data).__name__.encode())
     if isinstance(data, Tensor):
         hashed.update(repr((data.dtype, tuple(data.shape))).encode())
-        hashed.update(data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        hashed.update(tensor_bytes(data.cpu()).numpy())
     elif isinstance(data, Mapping):
         for key, value in data.items():
             hashed.update(repr(key).encode())

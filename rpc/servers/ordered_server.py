@@ -15,10 +15,10 @@ from collections.abc import Callable, Hashable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.futures import Future
 
+from ...primitives.tensor_bits import same_bits
 from ..calls.group import RpcGroup
 from .model_state import check_same_model, copied, copy_to_cpu
 
@@ -347,9 +347,6 @@ class _Ledger:
         self.changes.update(dict.fromkeys(names, self.number))
 
 
-# Tensors are compared as integers of the same size, so that NaN equals itself and -0 is not 0.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 # CPU tensors that change at each push are only copied once in this many pushes.
 _PUSHES_PER_COPY = 16
 
@@ -422,7 +419,4 @@ def _is_alike(value: Any, other: Any) -> bool:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    if not _is_alike(value, other):
-        return False
-    bits = _BITS.get(value.element_size())
-    return torch.equal(value, other) if bits is None else value.view(bits).equal(other.view(bits))
+    return _is_alike(value, other) and same_bits(value, other)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...collectives import broadcast, get_rank
 from ...loops import CheckpointError
 from ...loops.checkpoints.weights import ADAPTER
+from ...primitives.tensor_bits import tensor_bytes
 from ...registry import did_you_mean
 from ...registry.errors import under_key
 from ...wrappers import SupervisedModel
@@ -310,7 +311,7 @@ def _fingerprint(tensors: dict[str, Tensor]) -> str:
         full = tensors[name].detach() if gather is None else gather().detach()
         if get_rank() == 0:
             digest.update(f"{name} {full.dtype} {tuple(full.shape)}".encode())
-            digest.update(full.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(tensor_bytes(full.cpu()).numpy().data)
     return str(broadcast(digest.hexdigest()))
 
 

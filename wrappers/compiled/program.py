@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from ...primitives.files import locked, replacing
+from ...primitives.tensor_bits import tensor_bytes
 from .errors import NotCompilableError, first_line
 
 Program = Callable[[list[Tensor]], list[Tensor]]
@@ -127,7 +128,7 @@ def _key(graph: GraphModule, inputs: Sequence[Tensor]) -> str:
     digest = hashlib.sha256("\n".join(described).encode())
     for name, value in sorted(graph.named_buffers()):
         digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        digest.update(tensor_bytes(value.cpu()).numpy().data)
     return digest.hexdigest()[:32]
 
 
