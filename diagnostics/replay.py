@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from ..collectives import all_gather_object, broadcast, get_rank, get_world_size
 from ..loops import (
@@ -29,6 +28,7 @@ from ..loops import (
     list_checkpoints,
     load_checkpoint,
 )
+from ..loops.hooks.profile import create_profiler, operations_table
 from ..primitives.tensor_bits import same_bits
 from ..runner.command.command import Options, mistake
 from ..runner.failure import as_mistakes_in
@@ -246,14 +246,10 @@ class ReplayHook(Hook):
 
     @contextmanager
     def _profiling(self) -> Iterator[None]:
-        kinds = [ProfilerActivity.CPU]
-        kinds += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        with profile(activities=kinds, record_shapes=True) as profiler:
+        with create_profiler(record_shapes=True) as profiler:
             yield
         profiler.export_chrome_trace(self._watch.profile)
-        averages = profiler.key_averages()
-        order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        self.seen.profile = averages.table(sort_by=order, row_limit=_MOST_ROWS)
+        self.seen.profile = operations_table(profiler.key_averages(), _MOST_ROWS)
 
 
 class _Debugger(pdb.Pdb):

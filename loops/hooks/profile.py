@@ -26,7 +26,6 @@ from ..state import LoopState
 
 logger = logging.getLogger(__name__)
 
-_MOST_ROWS = 10
 _NAME_WIDTH = 46
 _GIB = 2.0**30
 
@@ -110,9 +109,7 @@ class ProfileHook(Hook):
     def _start_if_due(self, state: LoopState) -> None:
         if self._is_done or state.step < self._after:
             return
-        kinds = [ProfilerActivity.CPU]
-        kinds += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        self._profiler = profile(activities=kinds)
+        self._profiler = create_profiler()
         self._profiler.start()
         self._waited_s = 0.0
         self._started_s = self._mark_s = perf_counter()
@@ -139,10 +136,18 @@ class ProfileHook(Hook):
         logger.info("%s", text)
 
 
-def operations_table(events: Sequence[Any]) -> str:
+def create_profiler(*, record_shapes: bool = False) -> profile:
+    """Return a profiler of the CPU and, if there is one, of the GPU."""
+    kinds = [ProfilerActivity.CPU]
+    kinds += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    return profile(activities=kinds, record_shapes=record_shapes)
+
+
+def operations_table(events: Sequence[Any], rows: int = 10) -> str:
     """Return the costliest operations of a profile as lines of at most 80 columns.
 
     Args:
+        rows: the maximum number of operations.
         events: the ``key_averages()`` of a profiler. The times are GPU times if there are any,
             otherwise CPU times. They exclude the operations that an operation calls.
     """
@@ -153,7 +158,7 @@ def operations_table(events: Sequence[Any]) -> str:
     total_us = sum(times_us.values()) or math.inf
     unit = "GPU ms" if on_device else "CPU ms"
     lines = [f"{'operation':<{_NAME_WIDTH}} {'calls':>8} {unit:>12} {'share':>7}"]
-    for key in sorted(times_us, key=lambda operation: -times_us[operation])[:_MOST_ROWS]:
+    for key in sorted(times_us, key=lambda operation: -times_us[operation])[:rows]:
         name = key if len(key) <= _NAME_WIDTH else f"{key[: _NAME_WIDTH - 3]}..."
         share = times_us[key] / total_us
         milliseconds = times_us[key] / 1000
