@@ -23,6 +23,7 @@ from ..registry import (
     import_problems,
     load_config,
 )
+from ..registry.text.values import dotted, leaves
 from ..wrappers import auto
 from .failure import OversubscribedError, as_mistakes_in
 from .launcher import launch, single_process_group
@@ -285,12 +286,9 @@ def _effect(key: str, run: RunSections) -> str:
     return ""
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def _flat(settings: Any) -> dict[str, Any]:
     """Return the values of nested dicts and lists by dotted key path."""
-    pairs: Any = enumerate(value) if isinstance(value, list) else ()
-    pairs = value.items() if isinstance(value, dict) else pairs
-    flat = {k: v for key, entry in pairs for k, v in _flat(entry, f"{prefix}{key}.").items()}
-    return flat or {prefix.removesuffix("."): value}
+    return {dotted(path): value for path, value in leaves(settings)}
 
 
 def _evaluate(runner: Runner, job: Job, folder: Path) -> Outcome:

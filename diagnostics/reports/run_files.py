@@ -8,9 +8,8 @@ import os
 import re
 import stat
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,14 +18,14 @@ import yaml
 from ...primitives.files import is_locked
 from ...registry import did_you_mean
 from ...registry.directions import find_direction
+from ...registry.text.values import below, dotted, leaves
 
 _FIXED = {"step", "epoch", "phase", "time"}
 _SKIPPED = {"checkpoints", "ledger", "media", "profile", "tensorboard", "wandb"}
 _MARKS = ("metrics.jsonl", "config.yaml", "events.jsonl")
 # A page shows the ends of a curve, and up to three points in each of this many intervals.
 _INTERVALS = 750
-_LARGEST_FILE, _TAIL_BYTES = 4 << 20, 1 << 14
-_MAX_SETTINGS, _MAX_DEPTH, _MAX_TEXT, _MAX_RUNS = 3000, 50, 300, 2000
+_TAIL_BYTES, _MAX_TEXT, _MAX_RUNS = 1 << 14, 300, 2000
 
 Json = dict[str, Any]
 
@@ -217,9 +216,10 @@ class Run:
         text = _text(self.folder / "config.yaml", self._root)
         try:
             content = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            settings = leaves(content if isinstance(content, dict) else [], contents=_entries)
+            return {dotted(path): _as_json(value) for path, value in settings if path}
         except (yaml.YAMLError, RecursionError, ValueError):
             return {}
-        return dict(_flat(content, "", count())) if isinstance(content, dict) else {}
 
     def read(self, name: str) -> Json:
         """Return the object in a JSON file of the folder; empty if there is none."""
@@ -346,19 +346,16 @@ def _thinned(curve: Curve, since_s: float) -> Json:
     }
 
 
-def _flat(value: Any, prefix: str, number: Iterator[int]) -> Iterator[tuple[str, str]]:
-    """Yield the values of nested containers; anchors in YAML can make them arbitrarily large."""
-    children: Any = value.items() if isinstance(value, dict) else ()
-    if isinstance(value, list) and any(isinstance(child, dict | list) for child in value):
-        children = enumerate(value)
-    if children and prefix.count(".") < _MAX_DEPTH:
-        for key, child in children:
-            if next(number) > _MAX_SETTINGS:
-                return
-            yield from _flat(child, f"{prefix}.{key}" if prefix else str(key), number)
-    else:
-        text = json.dumps(value, ensure_ascii=False, default=str) if not children else "..."
-        yield prefix, text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+def _entries(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return the entries of a section or of a list of sections or lists, otherwise None."""
+    if isinstance(value, list) and not any(isinstance(entry, dict | list) for entry in value):
+        return None
+    return below(value) or None
+
+
+def _as_json(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
 
 def _number(value: Any) -> float:
@@ -408,7 +405,7 @@ def _status(path: Path, root: Path) -> os.stat_result | None:
 
 def _text(path: Path, root: Path) -> str:
     about = _status(path, root)
-    if about is None or not stat.S_ISREG(about.st_mode) or about.st_size > _LARGEST_FILE:
+    if about is None or not stat.S_ISREG(about.st_mode):
         return ""
     with suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, ClassVar, NamedTuple
 
 from ...collectives import get_rank
+from ...registry.text.values import dotted, leaves
 from ..hook import Hook
 from ..skipping.rollback import Rollback
 from ..state import LoopState, Phase
@@ -147,14 +148,16 @@ class LoggerHook(Hook):
         self.media(state, name, checked_media(kind, name, content))
 
 
-def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Setting]]:
+def flat_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Setting]]:
     """Yield nested settings under names such as "optimizer.lr"; values of other types as text."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat_settings(value, f"{prefix}{key}.")
-        else:
+    for path, value in leaves(settings, contents=_sections):
+        if path:
             simple = isinstance(value, bool | int | float | str)
-            yield f"{prefix}{key}", value if simple else str(value)
+            yield dotted(path), value if simple else str(value)
+
+
+def _sections(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    return value.items() if isinstance(value, Mapping) and value else None
 
 
 def is_new_run(state: LoopState) -> bool:

@@ -30,6 +30,7 @@ from ...primitives.notes import add_note
 from ...primitives.suggestions import did_you_mean
 from ...registry import METRICS
 from ...registry.directions import find_direction
+from ...registry.text.values import leaves
 from ..data.loaders import SeededSamples
 from ..error_notes import describe, get_name
 from ..state import LoopState
@@ -209,7 +210,8 @@ def compute_metrics(
         warnings.filterwarnings("ignore", message=r"The ``compute`` method of metric")
         for name, metric in metrics.items():
             try:
-                _flatten(name, _computed(metric, size, group), results)
+                computed = leaves(_computed(metric, size, group), (name,), contents=_results_in)
+                results |= {"/".join(map(str, path)): float(value) for path, value in computed}
             except Exception as error:
                 add_note(error, f"in the computation of metric {name!r} ({get_name(metric)})")
                 raise
@@ -270,17 +272,13 @@ def _merged(values: Sequence[Any], reduction: Any) -> Any:
     return stacked if reduction is None else reduction(stacked)
 
 
-def _flatten(name: str, value: Any, results: dict[str, float]) -> None:
+def _results_in(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return the names or indices and values in a result; None for a single number."""
     if isinstance(value, Mapping):
-        for key, entry in value.items():
-            _flatten(f"{name}/{key}", entry, results)
-    elif isinstance(value, (list, tuple)):
-        for index, entry in enumerate(value):
-            _flatten(f"{name}/{index}", entry, results)
-    elif getattr(value, "ndim", 0):
-        _flatten(name, value.tolist(), results)
-    else:
-        results[name] = float(value)
+        return value.items()
+    if isinstance(value, (list, tuple)):
+        return enumerate(value)
+    return enumerate(value.tolist()) if getattr(value, "ndim", 0) else None
 
 
 @METRICS.register_module()

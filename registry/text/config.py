@@ -13,13 +13,14 @@ from .files import find_config, parse, read_config, to_yaml
 from .values import (
     MAX_DEPTH,
     TOO_DEEP,
-    below,
+    dotted,
     escaped,
     merge,
     own_key,
     plain,
     refuse_file_keys,
     resolve,
+    walk,
 )
 
 _OVERRIDE = "override "
@@ -202,17 +203,16 @@ def _finished(values: dict[str, Any], origins: dict[str, str], path: Path) -> Co
         if isinstance(folder, str):
             base = _folder(origins.get(f"import_from.{at}", ""))
             values["import_from"][at] = os.path.abspath(base / folder)
-    return Config(values, path, dict(_places(values, origins, "", "")))
+    return Config(values, path, _places(values, origins))
 
 
-def _places(
-    value: Any, origins: Mapping[str, str], at: str, inherited: str
-) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """Yield (path, (value, origin)); if ``origins`` has no entry, a value inherits one."""
-    origin = origins.get(at, inherited)
-    yield at, (value, origin)
-    for key, child in below(value):
-        yield from _places(child, origins, f"{at}.{key}" if at else str(key), origin)
+def _places(values: Any, origins: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """Map paths to (value, origin); if ``origins`` has no entry, a value inherits one."""
+    places: dict[str, tuple[Any, str]] = {}
+    for path, value in walk(values):
+        inherited = places[dotted(path[:-1])][1] if path else ""
+        places[dotted(path)] = value, origins.get(dotted(path), inherited)
+    return places
 
 
 def _folder(origin: str) -> Path:

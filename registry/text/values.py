@@ -1,7 +1,7 @@
 """Check and merge settings, which are dicts, lists and scalars, and resolve ``${...}``."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -42,11 +42,11 @@ def dotted(path: Sequence[str | int]) -> str:
     return ".".join(str(key) for key in path)
 
 
-def below(value: Any) -> Iterable[tuple[Any, Any]]:
+def below(value: Any) -> Collection[tuple[Any, Any]]:
     """Return the keys and values of a section, or the indices and values of a list."""
     if isinstance(value, dict):
         return value.items()
-    return enumerate(value) if isinstance(value, list) else ()
+    return list(enumerate(value)) if isinstance(value, list) else ()
 
 
 def walk(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
@@ -54,6 +54,27 @@ def walk(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     yield path, value
     for key, child in below(value):
         yield from walk(child, (*path, key))
+
+
+def leaves(
+    value: Any,
+    path: KeyPath = (),
+    *,
+    contents: Callable[[Any], Iterable[tuple[Any, Any]] | None] = lambda value: (
+        below(value) or None
+    ),
+) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield the innermost values with their paths, by default also empty sections and lists.
+
+    Args:
+        contents: returns the keys and values in a container, None for an innermost value.
+    """
+    entries = contents(value)
+    if entries is None:
+        yield path, value
+        return
+    for key, entry in entries:
+        yield from leaves(entry, (*path, key), contents=contents)
 
 
 def own_key(section: dict[Any, Any], key: str) -> str | int:

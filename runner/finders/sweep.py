@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from ...loops.metrics.evaluation import WatchedMetric
 from ...registry import ConfigError, Problem, did_you_mean, load_config
 from ...registry.errors import shown, shown_value
 from ...registry.text.files import parse
+from ...registry.text.values import dotted, leaves
 from ..failure import LaunchError
 from ..jobs import Job, Outcome, on_ranks, run_job
 from ..rank_processes import stop_error
@@ -85,7 +86,7 @@ def read_space(path: str) -> dict[str, Setting]:
     if not isinstance(values, dict) or not values:
         message = f"a space must map settings to the values to try, {_EXAMPLE}"
         raise ConfigError([Problem("", message, origins[""])])
-    space = {key: Setting(origins[key], setting) for key, setting in _flat(values, "")}
+    space = {key: Setting(origins[key], setting) for key, setting in _flat(values)}
     problems = []
     for key, setting in space.items():
         message, at = _mistake_in(setting.given)
@@ -96,14 +97,18 @@ def read_space(path: str) -> dict[str, Setting]:
     return space
 
 
-def _flat(values: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     for key, setting in values.items():
-        at = f"{above}{key}"
-        nested = isinstance(setting, dict) and setting and not {*_RANGE, "choices"} & setting.keys()
-        if nested and all(isinstance(entry, dict) for entry in setting.values()):
-            yield from _flat(setting, f"{at}.")
-        else:
-            yield at, setting
+        for path, inner in leaves(setting, (key,), contents=_settings_in):
+            yield dotted(path), inner
+
+
+def _settings_in(setting: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return the settings of a section; None for the values to try."""
+    is_section = isinstance(setting, dict) and not {*_RANGE, "choices"} & setting.keys()
+    if is_section and setting and all(isinstance(entry, dict) for entry in setting.values()):
+        return setting.items()
+    return None
 
 
 def _mistake_in(setting: Any) -> tuple[str, str]:

@@ -127,22 +127,18 @@ def test_the_status_follows_from_the_last_event(
     assert status[1] in reason
 
 
-HOSTILE = {
-    # A billion laughs, a list that contains itself, code, and invalid YAML.
-    "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nd: &d [*c, *c]\n"
-    + "\n".join(f"e{n}: &e{n} [*{'d' if n == 0 else f'e{n - 1}'}, *d]" for n in range(60)): "a",
-    "a: 1\nb: &x [[*x]]\n": "a",
-    "a: !!python/object/apply:os.system ['true']\n": "",
-    "a: {b: [}\n": "",
-    "- 1\n- 2\n": "",
-}
+# A list that contains itself, code, and invalid YAML.
+HOSTILE = [
+    "a: 1\nb: &x [[*x]]\n",
+    "a: !!python/object/apply:os.system ['true']\n",
+    "a: {b: [}\n",
+    "- 1\n- 2\n",
+]
 
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_configs_are_data(text: str, tmp_path: Path) -> None:
-    settings = read(write_folder(tmp_path / "run", config=text)).settings()
-    assert len(settings) < 5000
-    assert not HOSTILE[text] or HOSTILE[text] in settings
+    assert read(write_folder(tmp_path / "run", config=text)).settings() == {}
 
 
 def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
