@@ -82,10 +82,7 @@ def copied(folder: Path, target: Path) -> Path:
 
 def rewritten(path: Path, name: str, content: Any) -> None:
     """Replace the content of a file and its checksum."""
-    if name.endswith(".json"):
-        (path / name).write_text(json.dumps(content, default=torch.Tensor.tolist))
-    else:
-        torch.save(content, path / name)
+    torch.save(content, path / name)
     meta = json.loads((path / "checkpoint.json").read_text())
     meta["files"][name] = fingerprint(path / name)
     meta["sha256"] = _digest(meta)
@@ -150,24 +147,17 @@ def _descriptions(meta: dict[str, Any]) -> Iterator[str]:
         yield json.dumps({**meta, "files": files, "sha256": digest}, indent=2)
 
 
-def test_a_description_of_another_shape_is_named_or_harmless(
+def test_a_description_of_another_shape_is_named(
     plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad = copied(plain, tmp_path / "run")
     good = min(bad.parent.glob("step_*"))
     meta = json.loads((bad / "checkpoint.json").read_text())
-    accepted = 0
     for text in _descriptions(meta):
         (bad / "checkpoint.json").write_bytes(text.encode(errors="surrogatepass"))
         caplog.clear()
-        checkpoint = find_checkpoint(bad.parent)
-        named = f"{bad} is damaged: checkpoint.json" in caplog.text
-        assert (checkpoint == good) == named, text[:200]
-        if checkpoint == bad:
-            accepted += 1
-            load_checkpoint(bad).restore(fresh())
-    # Accepted changes: reason, torch version, metrics, a lower serial or step.
-    assert 0 < accepted < 60
+        assert find_checkpoint(bad.parent) == good, text[:200]
+        assert f"{bad} is damaged: checkpoint.json" in caplog.text, text[:200]
 
 
 def _damaged(content: bytes, chance: random.Random) -> bytes:
@@ -243,55 +233,30 @@ def _replaced(content: Any, depth: int = 5) -> Iterator[Any]:
             yield {k: v for k, v in content.items() if k != key}
 
 
-def _check_contents(
-    folder: Path, target: Path, name: str, make_state: Callable[[], LoopState], every: int
-) -> int:
+def _check_contents(folder: Path, target: Path, name: str, every: int) -> int:
     """Check each `every`-th change of a file's content; return the number of errors."""
     bad = copied(folder, target)
-    content = (
-        load_checkpoint(bad).read(name)
-        if name.endswith(".pt")
-        else json.loads((bad / name).read_text())
-    )
+    content = load_checkpoint(bad).read(name)
     texts = []
-    # The table is large and has similar entries.
-    step = every if name.endswith(".pt") else 5 * every
-    for changed in itertools.islice(_replaced(content), 0, None, step):
+    for changed in itertools.islice(_replaced(content), 0, None, every):
         rewritten(bad, name, changed)
         try:
-            load_checkpoint(bad).restore(make_state())
+            load_checkpoint(bad).restore(fresh())
         except CheckpointError as error:
             texts.append(str(error))
     # A rank's gradients and logs are searched in the files of all ranks.
-    names = (name, "rank_*.pt" if name.startswith("rank_") else ".shard_")
+    names = (name, "rank_*.pt") if name.startswith("rank_") else (name,)
     unnamed = [text for text in texts if str(bad) not in text or not any(n in text for n in names)]
     assert unnamed == []
     return len(texts)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*("model.pt", "optim.pt", "state.pt", "rank_00000.pt"), "shards.json", "model.shard_00000.pt"],
-)
+@pytest.mark.parametrize("name", ["model.pt", "optim.pt", "state.pt", "rank_00000.pt"])
 @pytest.mark.parametrize("every", [5, *slow(1)])
 def test_content_of_another_kind_is_named(
-    name: str, every: int, tmp_path: Path, request: pytest.FixtureRequest
+    name: str, every: int, plain: Path, tmp_path: Path
 ) -> None:
-    is_sharded = "shard" in name
-    folder = request.getfixturevalue("sharded" if is_sharded else "plain")
-    make_state = (lambda: make_run("single")) if is_sharded else fresh
-    assert _check_contents(folder, tmp_path / "run", name, make_state, every) > 20 // every
-
-
-@pytest.mark.parametrize("dtype", ["nn", "float33"])
-def test_an_unknown_dtype_is_named(sharded: Path, tmp_path: Path, dtype: str) -> None:
-    bad = copied(sharded, tmp_path / "run")
-    table = json.loads((bad / "shards.json").read_text())
-    key = min(table["model"])
-    table["model"][key]["dtype"] = dtype
-    rewritten(bad, "shards.json", table)
-    with pytest.raises(CheckpointError, match=f"{re.escape(key)}: torch has no dtype '{dtype}'"):
-        load_checkpoint(bad).read("model.pt")
+    assert _check_contents(plain, tmp_path / "run", name, every) > 20 // every
 
 
 def test_only_files_that_can_be_read_are_listed(sharded: Path) -> None:
