@@ -14,17 +14,15 @@ from .eval_sets import EvalSets
 from .evaluate import TestLoop, ValLoop
 from .hook import Hook, HookList
 from .hooks.checkpoint import CheckpointHook
-from .hooks.early_stop import EarlyStopHook
+from .hooks.early_stop import EarlyStopHook, TimeLimitHook
 from .hooks.ema import EMAHook, SWAHook
 from .hooks.freeze import FreezeHook
 from .hooks.monitors import GradNormHook, ThroughputHook
 from .hooks.nan_guard import NanGuardHook, NonFiniteError
-from .hooks.note_step import NoteStepHook
 from .hooks.profile import ProfileHook, SystemHook
-from .hooks.progress import ProgressHook
+from .hooks.progress import NoteStepHook, ProgressHook
 from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
 from .hooks.step_blocks import StepBlocksHook
-from .hooks.time_limit import TimeLimitHook
 from .loggers.files import LogHook
 from .loggers.logger import LoggerHook
 from .loggers.mlflow import MLflowHook

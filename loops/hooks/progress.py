@@ -1,13 +1,15 @@
-"""Print the records of a run as lines; show a live panel on a terminal or in a notebook."""
+"""Show how far a run is: as lines, as a live panel, and to other processes."""
 
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -36,6 +38,8 @@ from .checkpoint import CheckpointHook
 from .profile import resident_bytes
 
 _GIB = 2.0**30
+# The size of the file that has the number of the last update.
+_BYTES = 8
 # A cause that limits the speed is printed again when its share has grown by this much.
 _SHARE_GROWTH = 0.25
 _VERBS = {Phase.TEST: "testing", Phase.PREDICT: "predicting"}
@@ -226,3 +230,23 @@ class ProgressHook(Hook):
             words = [*(rates_text(self._record) or [self._time_left.speed_text()]), *words]
         shown.speed = "  ".join(filter(None, words))
         return shown
+
+
+class NoteStepHook(Hook):
+    """Write the number of the last complete update to a file, which survives a SIGKILL."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(_BYTES))
+        with path.open("r+b") as file:
+            self._number = memoryview(mmap.mmap(file.fileno(), _BYTES)).cast("q")
+
+    def on_train_start(self, state: LoopState) -> None:
+        self._number[0] = state.step + 1
+
+    def on_update(self, state: LoopState) -> None:
+        self._number[0] = state.step + 1
+
+    @staticmethod
+    def read(path: Path) -> int:
+        """Return the step that a process wrote; -1 if it has not started training."""
+        return int.from_bytes(path.read_bytes(), sys.byteorder) - 1 if path.exists() else -1
