@@ -105,10 +105,10 @@ def _flat(values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 def _settings_in(setting: Any) -> Iterable[tuple[Any, Any]] | None:
     """Return the settings of a section; None for the values to try."""
-    is_section = isinstance(setting, dict) and not {*_RANGE, "choices"} & setting.keys()
-    if is_section and setting and all(isinstance(entry, dict) for entry in setting.values()):
-        return setting.items()
-    return None
+    if not isinstance(setting, dict) or not setting or {*_RANGE, "choices"} & setting.keys():
+        return None
+    is_section = all(isinstance(entry, dict) for entry in setting.values())
+    return setting.items() if is_section else None
 
 
 def _mistake_in(setting: Any) -> tuple[str, str]:
