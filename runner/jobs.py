@@ -27,8 +27,8 @@ from ..registry.text.values import dotted, leaves
 from ..wrappers import auto
 from .failure import OversubscribedError, as_mistakes_in
 from .launcher import launch, single_process_group
-from .parallelism import needs_group
 from .parts import build_parts
+from .rank_layout import needs_group
 from .run_folder import (
     ConfigWriter,
     clear_results,

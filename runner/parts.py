@@ -66,7 +66,7 @@ from ..wrappers.optimizers.param_groups import (
 )
 from .failure import Attempts, building
 from .launcher import single_process_group
-from .parallelism import build_model, data_ranks, device_of_rank, needs_group
+from .rank_layout import build_model, data_ranks, device_of_rank, needs_group
 
 ALL = frozenset({"train", "val", "test"})
 _LOADER_OPTIONS = (

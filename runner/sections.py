@@ -25,7 +25,7 @@ from ..registry import (
 from ..registry.local_paths import url_problem
 from ..registry.registry import find_component
 from ..wrappers import LossWeight
-from .parallelism import layout_problems, preparation_problems, tables_with, works_over_ranks
+from .rank_layout import layout_problems, preparation_problems, tables_with, works_over_ranks
 
 _LAYOUT = {"mesh", "tensor_parallel", "wrapper", "launch", "init_device"}
 

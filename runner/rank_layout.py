@@ -1,4 +1,4 @@
-"""Build, prepare and wrap the model of a run for the ranks that the config describes."""
+"""Lay out the model of a run over its ranks: choose device, mesh and wrapper, and build it."""
 
 from __future__ import annotations
 
