@@ -37,7 +37,7 @@ def _has_lost_peer(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """The error of one rank."""
 
     kind: str
@@ -52,7 +52,7 @@ class Failure:
     may_follow: bool = False
 
     @classmethod
-    def of(cls, error: BaseException, rank: int | None = None) -> Failure:
+    def of(cls, error: BaseException, rank: int | None = None) -> RankFailure:
         """Describe ``error``, with the line in the user's files that led to it."""
         kind, message = type(error).__name__, str(error).strip()
         all_notes = (note for cause in causes(error) for note in getattr(cause, "__notes__", []))
@@ -71,7 +71,7 @@ class Failure:
         return cls(kind, message, location, trace, rank, notes=notes, may_follow=may_follow)
 
     @classmethod
-    def of_end(cls, exitcode: int | None, rank: int) -> Failure:
+    def of_end(cls, exitcode: int | None, rank: int) -> RankFailure:
         """Describe a process that ended without reporting an error.
 
         A negative exit code -n means that signal n killed it.
@@ -103,7 +103,7 @@ class LaunchError(RuntimeError):
         signal: the number of the stop signal that the launcher has received, or 0.
     """
 
-    def __init__(self, failures: Sequence[Failure], *, signal: int = 0) -> None:
+    def __init__(self, failures: Sequence[RankFailure], *, signal: int = 0) -> None:
         self.failures = list(failures)
         self.signal = signal
         super().__init__("\n".join(self.failures[0].lines()))

@@ -41,7 +41,7 @@ from ..collectives.process.slurm import slurm_tasks
 from ..loops.display.notebook import DISPLAY_DIR, is_in_notebook, show_displays
 from ..parallel import free_memory
 from ..primitives.stop_signals import blocking_signals, unblock_signals
-from .failure import Failure, LaunchError, OversubscribedError, require_cores
+from .failure import LaunchError, OversubscribedError, RankFailure, require_cores
 from .rank_processes import (
     Ranks,
     host_identity,
@@ -179,7 +179,7 @@ def _call_as_rank(fn: Callable[..., T], args: Sequence[Any]) -> T:
     try:
         return fn(*args)
     except Exception as error:
-        own = Failure.of(error, get_rank())
+        own = RankFailure.of(error, get_rank())
         local_pids = [
             (rank, pid) for rank, (host, pid) in enumerate(processes) if host == host_identity()
         ]
@@ -190,7 +190,7 @@ def _call_as_rank(fn: Callable[..., T], args: Sequence[Any]) -> T:
             gone = [rank for rank, pid in local_pids if not is_running(pid)]
         if not gone:
             raise
-        raise LaunchError([*(Failure.of_end(None, rank) for rank in gone), own]) from error
+        raise LaunchError([*(RankFailure.of_end(None, rank) for rank in gone), own]) from error
 
 
 @contextmanager
@@ -356,7 +356,7 @@ def _report_and_exit(error: Exception, rank: int, pipe: Connection) -> NoReturn:
 
     Destroying a group that lost a rank may block, and a normal exit with a live group may abort.
     """
-    pipe.send(Failure.of(error, rank))
+    pipe.send(RankFailure.of(error, rank))
     # Free the local variables of the failed frames, so that the workers of data loaders end and
     # their semaphores are removed. If that blocks, the launcher kills this process.
     traceback.clear_frames(error.__traceback__)

@@ -134,7 +134,7 @@ def build_parts(
     return {**parts, "hooks": {**hooks, **removed}}
 
 
-def default_hooks() -> dict[str, Any]:
+def build_default_hooks() -> dict[str, Any]:
     """Return the default hooks of a config by name."""
     return {name: build_tree({"type": HOOK_TYPES[name]}, HOOKS) for name in DEFAULT_HOOKS}
 

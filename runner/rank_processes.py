@@ -25,7 +25,7 @@ from ..primitives.stop_signals import (
     heeded_signals,
     pass_on_as_sigterm,
 )
-from .failure import Failure, Terminated
+from .failure import RankFailure, Terminated
 
 # Seconds that ranks may continue after another rank failed: normally, and while a rank is saving.
 _GRACE_S = 3.0
@@ -104,8 +104,8 @@ class Ranks:
     """The processes of a launch.
 
     When a rank is ready for signals, it sends its memory (int, in bytes) through a pipe, and later
-    its pickled result or its ``Failure``. A rank that ends without either has failed, whatever its
-    exit code, unless this process received a stop signal. After a failure, ranks that have not
+    its pickled result or its ``RankFailure``. A rank that ends without either has failed, whatever
+    its exit code, unless this process received a stop signal. After a failure, ranks that have not
     ended within a few seconds are killed. They have up to 10 minutes while one of them saves a
     checkpoint, which a file ``saving_*`` in ``folder`` shows.
 
@@ -123,7 +123,7 @@ class Ranks:
 
     def __init__(self, folder: Path, display: Callable[[], None]) -> None:
         self.results: dict[int, bytes] = {}
-        self.failures: list[Failure] = []
+        self.failures: list[RankFailure] = []
         self.received: list[int] = []
         self._folder, self._display = folder, display
         self._running: dict[int, _Rank] = {}
@@ -179,7 +179,7 @@ class Ranks:
         try:
             while not member.pipe.closed and member.pipe.poll():
                 message = member.pipe.recv()
-                if isinstance(message, Failure):
+                if isinstance(message, RankFailure):
                     self._fail(message)
                 elif isinstance(message, int):
                     member.memory = message
@@ -200,9 +200,9 @@ class Ranks:
             return
         # After a stop signal, a rank has not failed if the signal killed it or it exited itself.
         if not self.received or (code < 0 and -code not in (*self.received, signal.SIGTERM)):
-            self._fail(Failure.of_end(code, rank))
+            self._fail(RankFailure.of_end(code, rank))
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(self, failure: RankFailure) -> None:
         if not self.failures:
             now = time.monotonic()
             self._deadline, self._last_deadline = now + _GRACE_S, now + _SAVING_S

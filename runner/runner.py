@@ -42,7 +42,7 @@ from ..registry import (
 from ..registry.local_paths import require_local
 from ..wrappers import LossWeight, wrap_model
 from ..wrappers.features import require_optim_wrapper
-from .parts import build_parts, default_hooks
+from .parts import build_default_hooks, build_parts
 from .pretrained.load import load_run_model
 from .run_folder import ConfigWriter, locked_run_dir, resolve_checkpoint, saved_checkpoints
 from .sections import read_sections
@@ -410,7 +410,7 @@ def _add_default_hooks(hooks: Any) -> dict[str, Any]:
     if hooks is False:
         return {}
     if isinstance(hooks, Mapping):
-        defaults = {name: hook for name, hook in default_hooks().items() if name not in hooks}
+        defaults = {name: hook for name, hook in build_default_hooks().items() if name not in hooks}
         chosen = {name: hook for name, hook in hooks.items() if hook not in (None, False)}
         return {**defaults, **chosen}
     if hooks is not None and (isinstance(hooks, str) or not isinstance(hooks, Iterable)):
@@ -424,7 +424,7 @@ def _add_default_hooks(hooks: Any) -> dict[str, Any]:
     added = tuple(named.values())
     defaults = {
         name: hook
-        for name, hook in default_hooks().items()
+        for name, hook in build_default_hooks().items()
         if not any(isinstance(other, type(hook)) for other in added)
     }
     return {**defaults, **named}

@@ -24,7 +24,7 @@ from ...primitives.stop_signals import (
 )
 from ...primitives.suggestions import did_you_mean
 from ...registry import ConfigError, Problem
-from ..failure import Failure, LaunchError, Terminated, TrainingFailed
+from ..failure import LaunchError, RankFailure, Terminated, TrainingFailed
 from .command import DEBUG, HELP_OPTIONS, mistake
 
 FAILED, MISTAKE = 1, 2
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print_error(error: BaseException, debug: bool) -> int:
     """Print an error to stderr and return the exit code."""
     rank = os.environ.get("RANK")
-    failures = [Failure.of(error, int(rank) if rank else None)]
+    failures = [RankFailure.of(error, int(rank) if rank else None)]
     if isinstance(error, LaunchError):
         failures = error.failures
     elif isinstance(error, ConfigError) and rank not in (None, "", "0"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...registry import ConfigError, LoaderSection, Problem, RunSections, did_you_mean
-from ..finders.batch_size import Fit, largest_batch_size, try_batch_size
+from ..finders.batch_size import BatchSizeFit, largest_batch_size, try_batch_size
 from ..finders.learning_rate import draw_range_test, optimizer_names, run_range_test
 from ..jobs import Job, on_ranks
 from ..launcher import started_outside
@@ -63,7 +63,7 @@ def run_batch_size_find(options: Options) -> int:
         raise ConfigError([Problem("data.train", message)])
     job = Job("train", options.examined.config, run, debug=options.debug)
 
-    def fits(size: int) -> Fit:
+    def fits(size: int) -> BatchSizeFit:
         result = try_batch_size(job, size, options.memory_gib)
         print(f"batch size {size}: {result.value}", flush=True)
         return result
@@ -73,7 +73,10 @@ def run_batch_size_find(options: Options) -> int:
     if not size:
         print("not even one sample fits")
         return 1
-    why = {Fit.TOO_FEW_SAMPLES: ", limited by the data set", Fit.FITS: ", the largest one allowed"}
+    why = {
+        BatchSizeFit.TOO_FEW_SAMPLES: ", limited by the data set",
+        BatchSizeFit.FITS: ", the largest one allowed",
+    }
     print(f"largest batch size per process: {size}{why.get(reason, '')}")
     print(f"train with it: {train_with(options, f'data.train.batch_size={size}')}")
     return 0

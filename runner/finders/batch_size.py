@@ -31,7 +31,7 @@ _OUT_OF_MEMORY = (
 _STEPS = 2
 
 
-class Fit(Enum):
+class BatchSizeFit(Enum):
     """The result of trying a batch size."""
 
     FITS = "fits"
@@ -39,7 +39,7 @@ class Fit(Enum):
     TOO_FEW_SAMPLES = "more than the data set has for each rank"
 
 
-def try_batch_size(job: Job, size: int, memory_gib: float | None = None) -> Fit:
+def try_batch_size(job: Job, size: int, memory_gib: float | None = None) -> BatchSizeFit:
     """Run two training updates with a batch size on every rank, and return whether it fits.
 
     If one rank runs out of memory, all ranks are stopped and the size counts as too large.
@@ -54,14 +54,14 @@ def try_batch_size(job: Job, size: int, memory_gib: float | None = None) -> Fit:
     except (LaunchError, MemoryError, RuntimeError) as error:
         if not any(text in f"{type(error).__name__}: {error}" for text in _OUT_OF_MEMORY):
             raise
-        return Fit.TOO_LARGE
+        return BatchSizeFit.TOO_LARGE
     finally:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
-def _train(job: Job, size: int, memory_gib: float | None) -> Fit:
+def _train(job: Job, size: int, memory_gib: float | None) -> BatchSizeFit:
     section = job.run.data.train
     assert isinstance(section, LoaderSection)
     data = replace(job.run.data, train=replace(section, batch_size=size))
@@ -70,10 +70,10 @@ def _train(job: Job, size: int, memory_gib: float | None) -> Fit:
         built = build_parts(run, ("train",))
         loader = built["train_loop"].dataloader
         if len(loader.dataset) < size * num_data_ranks(built["model"]):
-            return Fit.TOO_FEW_SAMPLES
+            return BatchSizeFit.TOO_FEW_SAMPLES
         loop = IterTrainLoop(loader, max_steps=_STEPS, sanity_val=False)
         Runner(built["model"], loop, optim_wrapper=built["optim_wrapper"], hooks=()).train()
-    return Fit.FITS
+    return BatchSizeFit.FITS
 
 
 @contextmanager
@@ -89,24 +89,24 @@ def _limited(memory_gib: float | None) -> Iterator[None]:
 
 
 def largest_batch_size(
-    fits: Callable[[int], Fit], start: int, most: int | None = None
-) -> tuple[int, Fit]:
+    fits: Callable[[int], BatchSizeFit], start: int, most: int | None = None
+) -> tuple[int, BatchSizeFit]:
     """Return the largest tried size that fits (0 if none does) and why it is the largest.
 
     Doubles the size while it fits, or halves it while it does not. A bisection then ends when the
     smallest size that does not fit exceeds the returned size by at most 1/8, or by 1.
-    The reason is the result of that size, or ``Fit.FITS`` if ``most`` fits.
+    The reason is the result of that size, or ``BatchSizeFit.FITS`` if ``most`` fits.
 
     Args:
         fits: called with a size; returns the result of trying it.
         start: the first size to try.
         most: the largest size to try; None for no limit.
     """
-    good, bad, reason = 0, 0, Fit.FITS
+    good, bad, reason = 0, 0, BatchSizeFit.FITS
     size = min(start, most or start)
     while size:
         result = fits(size)
-        if result is Fit.FITS:
+        if result is BatchSizeFit.FITS:
             good = size
         else:
             bad, reason = size, result

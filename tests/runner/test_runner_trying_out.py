@@ -16,7 +16,7 @@ from stepwrap.loops import LoopState
 from stepwrap.registry import load_config
 from stepwrap.runner import Runner
 from stepwrap.runner.command.cli import main
-from stepwrap.runner.finders.batch_size import Fit, largest_batch_size
+from stepwrap.runner.finders.batch_size import BatchSizeFit, largest_batch_size
 from stepwrap.runner.finders.learning_rate import RangeTest, RangeTestHook
 from stepwrap.runner.sections import read_sections
 from stepwrap.wrappers import OptimWrapper
@@ -95,15 +95,15 @@ def test_the_largest_size_is_found_in_few_tries(
 ) -> None:
     tried: list[int] = []
 
-    def fits(size: int) -> Fit:
+    def fits(size: int) -> BatchSizeFit:
         tried.append(size)
-        return Fit.FITS if size <= limit else Fit.TOO_LARGE
+        return BatchSizeFit.FITS if size <= limit else BatchSizeFit.TOO_LARGE
 
     good, reason = largest_batch_size(fits, start, most)
     assert good == best
     assert len(tried) < 12
     assert len(tried) == len(set(tried))
-    assert (reason is Fit.FITS) == (good == most)
+    assert (reason is BatchSizeFit.FITS) == (good == most)
 
 
 def test_lr_find_draws_a_curve_and_suggests_a_rate(
