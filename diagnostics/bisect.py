@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..loops import list_checkpoints
-from ..registry import load_config
+from ..registry import Config, RunSections, load_config
 from ..runner.command.command import Options, mistake
-from ..runner.jobs import Job, on_ranks, prepared
+from ..runner.jobs import on_ranks, prepared
 from ..runner.launcher import started_outside
 from ..runner.parts import build_parts
 from ..runner.rank_processes import raising_stops
@@ -128,17 +128,17 @@ def _repeat(folder: Path, difference: Difference, nproc: int, run_dir: Path) -> 
         *(f"hooks.{name}=false" for name in _OFF),
     ]
     config = load_config(settings, overrides)
-    job = Job("bisect", config, read_sections(config))
-    on_ranks(job.run, _train, (job, start))
+    run = read_sections(config)
+    on_ranks(run, _train, config, run, start=start)
     return read_ledger(run_dir)
 
 
-def _train(job: Job, start: Path | None) -> None:
+def _train(config: Config, run: RunSections, *, start: Path | None) -> None:
     """Train on this rank, without warnings about the hooks that a repetition turns off."""
     logging.disable(logging.WARNING)
     try:
-        with prepared(job):
-            run = job.run if start is None else job.run.without_loaded()
-            Runner(**build_parts(run, ("train", "val"))).train(resume=start or False)
+        with prepared(config, run):
+            run = run if start is None else run.without_loaded()
+            Runner.from_parts(build_parts(run, ("train", "val"))).train(resume=start or False)
     finally:
         logging.disable(logging.NOTSET)

@@ -30,9 +30,10 @@ from ..loops import (
 )
 from ..loops.hooks.profile import create_profiler, operations_table
 from ..primitives.tensor_bits import same_bits
+from ..registry import Config, Examination, RunSections
 from ..runner.command.command import Options, mistake
 from ..runner.failure import as_mistakes_in
-from ..runner.jobs import Job, on_ranks, prepared
+from ..runner.jobs import on_ranks, prepared
 from ..runner.parts import build_parts
 from ..runner.rank_processes import raising_stops
 from ..runner.runner import Runner
@@ -78,26 +79,25 @@ class Replayed:
     equal: bool = False
 
 
-def run_replay(options: Options) -> int:
+def run_replay(examined: Examination, options: Options) -> int:
     """Run one step again, on as many ranks as it had, and print the result."""
     folder, trace = Path(options.words[0]), options.profile or ""
     if trace and not Path(trace).absolute().parent.is_dir():
         raise mistake(f"stepwrap replay: --profile {trace}: its folder does not exist")
     saved = list_checkpoints(folder / "checkpoints")
-    config = options.examined.config
+    config = examined.config
     # The first checkpoint after the step has its number of ranks, since a resume begins at one.
     later = (meta for _, meta in saved if meta["step"] >= options.step)
     later_meta = min(later, key=itemgetter("step"), default=saved[0][1] if saved else {})
     nproc = later_meta.get("world_size") or int(config.select("launch.nproc") or 1)
-    run = read_sections(options.examined, nproc)
+    run = read_sections(examined, nproc)
     # A rank under a debugger keeps the others waiting.
     wait_s = _DEBUGGING_S if options.debugger else run.launch.timeout_s
     run = replace(run, launch=replace(run.launch, nproc=nproc, timeout_s=wait_s))
     switches = {name: getattr(options, name) for name in ("rank", "debugger", "anomaly")}
     watch = Watch(options.step, profile=trace, **switches)
-    job = Job("replay", config, run, debug=options.debug)
     with raising_stops():
-        replayed = on_ranks(job.run, replay, (job, watch))
+        replayed = on_ranks(run, replay, config, run, watch=watch, debug=options.debug)
     if 0 in replayed:
         _report_step(watch, replayed)
     return 0
@@ -123,25 +123,25 @@ def _report_step(watch: Watch, replayed: Mapping[int, Replayed]) -> None:
         print(f"{table}\ntrace: {watch.profile}")
 
 
-def replay(job: Job, watch: Watch) -> Replayed:
+def replay(config: Config, run: RunSections, *, watch: Watch, debug: bool) -> Replayed:
     """Train a run up to and including the step, without writing files; every rank must call this.
 
     Raises:
         ValueError: the run does not have that rank, or ends before the step.
     """
-    with prepared(job):
+    with prepared(config, run, debug=debug):
         if watch.rank is not None and watch.rank >= get_world_size():
             ranks = f"must be below {get_world_size()}, the number of ranks"
             raise ValueError(f"--rank {watch.rank}: {ranks}")
-        folder = Path(job.run.run_dir)
+        folder = Path(run.run_dir)
         path = find_checkpoint(folder, before=watch.step)
         latest = find_checkpoint(folder)
-        with as_mistakes_in(job.config):
-            run = job.run if path is None else job.run.without_loaded()
-            objects = build_parts(run, ("train", "val"))
+        with as_mistakes_in(config):
+            run = run if path is None else run.without_loaded()
+            parts = build_parts(run, ("train", "val"))
         hook = ReplayHook(watch)
-        hooks = {**objects["hooks"], "replay": hook}
-        runner = Runner(**{**objects, "hooks": hooks, "run_dir": None})
+        hooks = {**parts.hooks, "replay": hook}
+        runner = Runner.from_parts(replace(parts, hooks=hooks, run_dir=None))
         if latest is not None:
             _recall(runner.state, latest)
         state = runner.train(resume=path or False)

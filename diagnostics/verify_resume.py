@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..loops import Checkpoint, find_checkpoint, load_checkpoint
 from ..primitives.tensor_bits import same_bits
-from ..registry import RunSections, optim_wrapper_sections
+from ..registry import Examination, RunSections, optim_wrapper_sections
 from ..runner.command.cli import main
 from ..runner.command.command import Options, mistake
 from ..runner.launcher import started_outside
@@ -45,7 +45,7 @@ _MAX_CAUSES = 4
 _TOLERANCES, _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}, 1e-2
 
 
-def run_verify_resume(options: Options) -> int:
+def run_verify_resume(examined: Examination, options: Options) -> int:
     """Print whether a killed and resumed run equals an uninterrupted one; 0 if it does."""
     if started_outside():
         raise mistake(f"{_NAME}: must be run without torchrun or srun; it starts its ranks itself")
@@ -54,9 +54,9 @@ def run_verify_resume(options: Options) -> int:
             f"{_NAME}: --kill-at must be at least 2, because a checkpoint is saved at an earlier "
             "step, got 1"
         )
-    run = read_sections(options.examined)
+    run = read_sections(examined)
     if options.then:
-        read_sections(options.examined, options.then)
+        read_sections(examined, options.then)
     with raising_stops():
         if options.run_dir is not None:
             return _verify(_Runs(options, Path(options.run_dir)), options, run)

@@ -7,15 +7,13 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 from ..registry import Config, ConfigError, Problem, causes, key_noted_on, user_frame
 
-T = TypeVar("T")
 # The largest number of processes per core.
 _PER_CORE = 4
 # Texts of torch's errors after the loss of a peer, and of the libraries from which they come.
@@ -198,23 +196,23 @@ def as_mistakes_in(config: Config) -> Iterator[None]:
         raise ConfigError(list(dict.fromkeys(problems))) from error.cause
 
 
-class Attempts:
-    """Builds independent parts and reports all failures together at the end."""
+class BuildErrors:
+    """Collects the errors of parts that are built independently, and raises them together."""
 
     def __init__(self) -> None:
         self._errors: list[BuildError] = []
 
-    def make(self, section: str, build: Callable[[], T]) -> T | None:
-        """Call ``build`` for a section and return the result, or None if it raises."""
+    @contextmanager
+    def collect(self, section: str) -> Iterator[None]:
+        """Collect the error of the block, which builds ``section``; the program continues below."""
         try:
             with building(section):
-                return build()
+                yield
         except BuildError as error:
             self._errors += [error, *error.others]
-            return None
 
-    def finish(self) -> None:
-        """Raise one BuildError with all failures, if there are any."""
+    def raise_all(self) -> None:
+        """Raise one BuildError with all collected errors, if there are any."""
         if self._errors:
             head_error, *other_errors = self._errors
             head_error.others = other_errors

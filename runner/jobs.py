@@ -1,4 +1,4 @@
-"""The work of one rank for a command: build the parts, run the loops, report the outcome."""
+"""The work of one rank for a command: build the parts, run the loops, return the outcome."""
 
 from __future__ import annotations
 
@@ -6,14 +6,24 @@ import logging
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from ..collectives import agent_store, broadcast, get_rank, synchronize
-from ..loops import CheckpointHook, FreezeHook, Hook, NoteStepHook, ProfileHook, find_checkpoint
+from ..loops import (
+    CheckpointHook,
+    FreezeHook,
+    Hook,
+    LoopState,
+    NoteStepHook,
+    ProfileHook,
+    find_checkpoint,
+)
 from ..loops.metrics.inputs import MetricInputsError
 from ..registry import (
     Config,
@@ -30,7 +40,6 @@ from .launcher import launch, single_process_group
 from .parts import build_parts
 from .rank_layout import needs_group
 from .run_folder import (
-    ConfigWriter,
     clear_results,
     is_in_use,
     occupied,
@@ -41,40 +50,13 @@ from .runner import Runner, traced
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 # Settings that may differ when a run is resumed.
 _LAUNCH_SETTINGS = ("run_dir", "resume", "launch", "import_from")
 # Settings of optimizers and schedules that are not part of their state.
 _NOT_IN_STATE = ("type", "fused", "foreach", "capturable", "differentiable", "by", "metric")
-
-# The loops to build for each command.
-LOOPS_OF = {
-    "train": ("train", "val", "test"),
-    "validate": ("val",),
-    "test": ("test",),
-    "predict": ("test",),
-}
-
-
-@dataclass(frozen=True)
-class Job:
-    """A command as it is sent to every rank; ``run`` has the checked sections of ``config``."""
-
-    command: str
-    config: Config
-    run: RunSections
-    resume: bool | str | Path = False
-    checkpoint: str | None = None
-    dry_run: bool = False
-    fresh: bool = False
-    debug: bool = False
-    # The file for predictions.
-    out: str = ""
-    # A folder in which each rank records its step, for a launcher that restarts the job.
-    steps: str = ""
-    # Hooks that the command adds to the config's hooks, by name.
-    hooks: Mapping[str, Hook] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -101,32 +83,152 @@ class Outcome:
         return 128 + self.signal if self.signal else 0
 
 
-def run_job(job: Job) -> Outcome:
-    """Run ``job`` and return its outcome; every rank must call this."""
-    with prepared(job):
-        return _run_here(job)
+def train_on_rank(
+    config: Config,
+    run: RunSections,
+    *,
+    resume: bool | str | Path = False,
+    fresh: bool = False,
+    dry_run: bool = False,
+    debug: bool = False,
+    hooks: Mapping[str, Hook] = MappingProxyType({}),
+    steps: str = "",
+) -> Outcome:
+    """Train, then test the best checkpoint; every rank must call this.
+
+    Args:
+        config: the config.
+        run: its checked sections.
+        resume: as for ``Runner.train``.
+        fresh: delete the results of an earlier run in the run's folder first.
+        dry_run: train for one step, and keep nothing.
+        debug: show the log messages of every rank.
+        hooks: hooks in addition to the config's hooks, by name.
+        steps: a folder in which each rank records its step, for a launcher that restarts the job.
+
+    Raises:
+        ConfigError: a part cannot be built, or the run's folder is not free.
+    """
+    with prepared(config, run, debug=debug), _run_folder(run, dry_run=dry_run) as folder:
+        if not dry_run:
+            resume, fresh = _next_after_restart(run, resume=resume, fresh=fresh)
+            require_free_run_dir(config, run, resume=resume, fresh=fresh)
+        run = replace(run, run_dir=str(folder))
+        with as_mistakes_in(config):
+            parts = build_parts(_without_loaded(run, resume), dry_run=dry_run)
+        hooks = {**parts.hooks, **hooks}
+        if steps:
+            hooks["note_step"] = NoteStepHook(Path(steps, str(get_rank())))
+        runner = Runner.from_parts(replace(parts, hooks=hooks), config)
+        with _locating_inputs(config), runner.hold_run_dir():
+            if not dry_run:
+                # Another run may have used the folder since the check above.
+                require_free_run_dir(config, run, resume=resume, fresh=fresh, is_locked=True)
+            state = _train(runner, config, run, resume=resume, fresh=fresh)
+            outcome = _training_outcome(state)
+            if state.signal or run.data.test is None:
+                return outcome
+            return _test_best(runner, outcome, folder)
+
+
+def evaluate_on_rank(
+    config: Config,
+    run: RunSections,
+    *,
+    phase: Literal["val", "test"],
+    checkpoint: str | None = None,
+    dry_run: bool = False,
+    debug: bool = False,
+) -> Outcome:
+    """Evaluate a checkpoint on the data of a phase; every rank must call this.
+
+    Args:
+        config: the config.
+        run: its checked sections.
+        phase: the data to evaluate on.
+        checkpoint: as for ``resolve_checkpoint``; None for the best one, or the latest.
+        dry_run: evaluate the initial weights on one batch.
+        debug: show the log messages of every rank.
+    """
+    with prepared(config, run, debug=debug), _run_folder(run, dry_run=dry_run) as folder:
+        runner = _build_evaluator(config, replace(run, run_dir=str(folder)), phase, dry_run=dry_run)
+        path = None if dry_run else resolve_checkpoint(folder, checkpoint or "")
+        with _locating_inputs(config):
+            metrics = runner.test(path) if phase == "test" else runner.validate(path)
+        state = runner.state
+        return Outcome(
+            state.step, state.running_epoch, metrics={phase: metrics}, checkpoint=str(path or "")
+        )
+
+
+def predict_on_rank(
+    config: Config,
+    run: RunSections,
+    *,
+    out: str,
+    checkpoint: str | None = None,
+    debug: bool = False,
+) -> Outcome:
+    """Write predictions for the test data to the file ``out``; every rank must call this.
+
+    The other arguments are the same as for ``evaluate_on_rank``.
+    """
+    with prepared(config, run, debug=debug):
+        runner = _build_evaluator(config, run, "test")
+        path = resolve_checkpoint(Path(run.run_dir), checkpoint or "")
+        with _locating_inputs(config):
+            count = runner.predict(out, checkpoint=path)
+        state = runner.state
+        return Outcome(
+            state.step, state.running_epoch, checkpoint=str(path or ""), predictions=count
+        )
+
+
+def _build_evaluator(
+    config: Config, run: RunSections, phase: str, *, dry_run: bool = False
+) -> Runner:
+    with as_mistakes_in(config):
+        parts = build_parts(run, (phase,), dry_run=dry_run)
+    return Runner.from_parts(parts, config)
 
 
 @contextmanager
-def prepared(job: Job) -> Iterator[None]:
+def prepared(config: Config, run: RunSections, *, debug: bool = False) -> Iterator[None]:
     """Set up logging, the config's imports and the process group; every rank must enter."""
-    with _console_log(job.debug):
+    with _console_log(debug):
         # A newly started process has not imported the config's modules yet.
-        if failed := import_problems(job.config):
+        if failed := import_problems(config):
             raise ConfigError(failed)
-        with single_process_group(needs_group(job.run)), traced(job.run.trace_collectives):
+        with single_process_group(needs_group(run)), traced(run.trace_collectives):
             yield
 
 
 def on_ranks(
-    run: RunSections, fn: Callable[..., T], args: Sequence[Any], **options: Any
+    run: RunSections, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> dict[int, T]:
-    """Call ``fn(*args)`` on the ranks of a run, and return the results by rank."""
+    """Call ``fn`` with the arguments on the ranks of a run, and return the results by rank."""
+    return launch_ranks(run, partial(fn, *args, **kwargs))
+
+
+def launch_ranks(
+    run: RunSections,
+    call: Callable[[], T],
+    *,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> dict[int, T]:
+    """Do the same as ``on_ranks``, with additional environment variables; see ``launch``."""
     settings = run.launch
-    backend = "gloo" if settings.backend == "auto" and run.device == "cpu" else settings.backend
-    options |= {"timeout_s": settings.timeout_s, "oversubscribe": settings.oversubscribe}
     try:
-        return launch(fn, args, nproc=settings.nproc, backend=backend, **options)
+        return launch(
+            call,
+            nproc=settings.nproc,
+            backend="gloo"
+            if settings.backend == "auto" and run.device == "cpu"
+            else settings.backend,
+            timeout_s=settings.timeout_s,
+            oversubscribe=settings.oversubscribe,
+            environment=environment,
+        )
     except OversubscribedError as error:
         raise ConfigError([Problem("launch.nproc", str(error))]) from error
 
@@ -137,75 +239,66 @@ def run_dir_error(config: Config, message: str) -> ConfigError:
     return ConfigError([Problem("run_dir", message, origin)])
 
 
-def require_free_run_dir(job: Job, *, is_locked: bool = False) -> None:
+def require_free_run_dir(
+    config: Config,
+    run: RunSections,
+    *,
+    resume: bool | str | Path,
+    fresh: bool,
+    is_locked: bool = False,
+) -> None:
     """Raise if a training's folder is not free: in use, or with results that must be kept.
 
     Every rank must call this: rank 0 checks, and all raise the same ConfigError. Pass ``is_locked``
-    if this run has locked the folder, so that only results are checked. Commands other than
-    ``train`` and dry runs are not checked.
+    if this run has locked the folder, so that only results are checked.
     """
-    if job.command != "train" or job.dry_run:
-        return
-    problem, folder = "", Path(job.run.run_dir)
+    problem, folder = "", Path(run.run_dir)
     if get_rank() == 0:
         problem = "" if is_locked else is_in_use(folder)
-        if not job.resume and not job.fresh:
+        if not resume and not fresh:
             problem = problem or occupied(folder)
     problem = broadcast(problem)
     if problem:
-        raise run_dir_error(job.config, problem)
+        raise run_dir_error(config, problem)
 
 
-def _continued(job: Job) -> Job:
-    """Return the job; if torchrun has restarted the ranks, return a job that continues the run.
+def _next_after_restart(
+    run: RunSections, *, resume: bool | str | Path, fresh: bool
+) -> tuple[bool | str | Path, bool]:
+    """Return ``resume`` and ``fresh``; if torchrun has restarted the ranks, continue the run.
 
     Every rank must call this. torchrun's store records whether an earlier attempt began. Results in
     the run's folder are not a sign of it, because they may belong to another run.
     """
-    if job.command != "train" or job.dry_run:
-        return job
     saved: int | None = None
-    run_dir = Path(job.run.run_dir)
+    run_dir = Path(run.run_dir)
     store = agent_store() if get_rank() == 0 else None
     if store is not None and store.check([_begun(run_dir)]):
         saved = len(saved_checkpoints(run_dir))
     saved = broadcast(saved)
     if saved is None:
-        return job
-    return next_attempt(job, has_saved=bool(saved))
+        return resume, fresh
+    return next_attempt(resume, fresh, has_saved=bool(saved))
 
 
-def next_attempt(job: Job, *, has_saved: bool) -> Job:
-    """Return the job that continues a failed job, which left a checkpoint if ``has_saved``."""
+def next_attempt(
+    resume: bool | str | Path, fresh: bool, *, has_saved: bool
+) -> tuple[bool | str | Path, bool]:
+    """Return ``resume`` and ``fresh`` for the attempt after one that failed.
+
+    Args:
+        resume: the value of the failed attempt.
+        fresh: the value of the failed attempt.
+        has_saved: whether it left a checkpoint.
+    """
     if has_saved:
-        return replace(job, resume=True, fresh=False)
+        return True, False
     # `fresh` removes the records of the failed attempt.
-    return job if job.resume else replace(job, fresh=True)
+    return resume, fresh or not resume
 
 
 def _begun(run_dir: Path) -> str:
     return f"stepwrap/begun/{run_dir.resolve()}"
-
-
-def _run_here(job: Job) -> Outcome:
-    job = _continued(job)
-    require_free_run_dir(job)
-    with _folder(job) as folder:
-        job = replace(job, run=replace(job.run, run_dir=str(folder)))
-        with as_mistakes_in(job.config):
-            built = build_parts(_without_loaded(job), LOOPS_OF[job.command], one_batch=job.dry_run)
-        hooks = {"config.yaml": ConfigWriter(job.config), **built["hooks"], **job.hooks}
-        if job.steps:
-            hooks["note_step"] = NoteStepHook(Path(job.steps, str(get_rank())))
-        runner = Runner(**{**built, "hooks": hooks})
-        runner.state.settings = job.config.to_dict()
-        with _locating_inputs(job.config):
-            if job.command == "train":
-                with runner.hold_run_dir():
-                    # Another run may have used the folder since the check above.
-                    require_free_run_dir(job, is_locked=True)
-                    return _train(runner, job, folder)
-            return _evaluate(runner, job, folder)
 
 
 @contextmanager
@@ -218,56 +311,65 @@ def _locating_inputs(config: Config) -> Iterator[None]:
         raise ConfigError([Problem(error.setting, error.text, origin)]) from error
 
 
-def _without_loaded(job: Job) -> RunSections:
+def _without_loaded(run: RunSections, resume: bool | str | Path) -> RunSections:
     """Return the settings, without ``load_from`` if a checkpoint replaces those weights.
 
     Every rank must call this.
     """
-    resumes = bool(job.resume)
-    if job.resume is True:
+    resumes = bool(resume)
+    if resume is True:
         # Without a checkpoint the run starts from the beginning.
-        resumes = broadcast(bool(saved_checkpoints(Path(job.run.run_dir))))
-    return job.run.without_loaded() if resumes else job.run
+        resumes = broadcast(bool(saved_checkpoints(Path(run.run_dir))))
+    return run.without_loaded() if resumes else run
 
 
-def _train(runner: Runner, job: Job, folder: Path) -> Outcome:
-    source: bool | Path = bool(job.resume)
-    if job.resume and not isinstance(job.resume, bool):
-        source = resolve_checkpoint(folder, job.resume, of_other_run="latest")
+def _train(
+    runner: Runner, config: Config, run: RunSections, *, resume: bool | str | Path, fresh: bool
+) -> LoopState:
+    folder = Path(run.run_dir)
+    source: bool | Path = bool(resume)
+    if resume and not isinstance(resume, bool):
+        source = resolve_checkpoint(folder, resume, of_other_run="latest")
     if get_rank() == 0:
-        if job.fresh:
+        if fresh:
             clear_results(folder)
         if source:
-            _log_changes(job, folder if source is True else source.absolute().parent.parent)
+            resumed_folder = folder if source is True else source.absolute().parent.parent
+            _log_changes(config, run, resumed_folder)
         folder.mkdir(parents=True, exist_ok=True)
         if store := agent_store():
             store.set(_begun(folder), "")
     # No rank may look for checkpoints before rank 0 has removed the old ones.
     synchronize()
-    state = runner.train(resume=source)
+    return runner.train(resume=source)
+
+
+def _training_outcome(state: LoopState) -> Outcome:
     metrics = {"val": dict(state.metrics)} if state.evaluated_at >= 0 else {}
     savers = [hook for hook in state.stateful.values() if isinstance(hook, CheckpointHook)]
     best_by = next((hook.best_by(state) for hook in savers if metrics), "")
-    outcome = Outcome(state.step, state.running_epoch, state.signal, metrics, best_by=best_by)
-    if state.signal or job.run.data.test is None:
-        return outcome
+    return Outcome(state.step, state.running_epoch, state.signal, metrics, best_by=best_by)
+
+
+def _test_best(runner: Runner, outcome: Outcome, folder: Path) -> Outcome:
+    """Test the best checkpoint in the run's folder; add the result to the training's outcome."""
     best = find_checkpoint(folder, "best")
-    metrics["test"] = runner.test(best)
+    metrics = {**outcome.metrics, "test": runner.test(best)}
     # The checkpoint has restored the metrics of its validation.
-    at_best = dict(state.metrics) if best is not None and metrics.get("val") else {}
-    return replace(outcome, checkpoint=str(best or ""), best_metrics=at_best)
+    at_best = dict(runner.state.metrics) if best is not None and metrics.get("val") else {}
+    return replace(outcome, metrics=metrics, checkpoint=str(best or ""), best_metrics=at_best)
 
 
-def _log_changes(job: Job, folder: Path) -> None:
+def _log_changes(config: Config, run: RunSections, folder: Path) -> None:
     """Log the settings that differ from the config of the run in ``folder``, which is resumed."""
     try:
         before = _flat(load_config(folder / "config.yaml").to_dict())
     except (ConfigError, OSError):
         logger.info("cannot compare the settings: %s has no readable config.yaml", folder)
         return
-    now = _flat(job.config.to_dict())
+    now = _flat(config.to_dict())
     lines = [
-        f"  {key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}{_effect(key, job.run)}"
+        f"  {key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}{_effect(key, run)}"
         for key in dict.fromkeys((*before, *now))
         if before.get(key) != now.get(key) and key.split(".")[0] not in _LAUNCH_SETTINGS
     ]
@@ -291,23 +393,11 @@ def _flat(settings: Any) -> dict[str, Any]:
     return {dotted(path): value for path, value in leaves(settings)}
 
 
-def _evaluate(runner: Runner, job: Job, folder: Path) -> Outcome:
-    path = None if job.dry_run else resolve_checkpoint(folder, job.checkpoint or "")
-    if job.command == "predict":
-        count = runner.predict(job.out, checkpoint=path)
-        state = runner.state
-        return Outcome(state.step, state.running_epoch, 0, {}, str(path or ""), predictions=count)
-    is_test = job.command == "test"
-    metrics = {"test": runner.test(path)} if is_test else {"val": runner.validate(path)}
-    state = runner.state
-    return Outcome(state.step, state.running_epoch, 0, metrics, str(path or ""))
-
-
 @contextmanager
-def _folder(job: Job) -> Iterator[Path]:
+def _run_folder(run: RunSections, *, dry_run: bool) -> Iterator[Path]:
     """Yield the run's folder or, for a dry run, a temporary one that is removed at the end."""
-    if not job.dry_run:
-        yield Path(job.run.run_dir)
+    if not dry_run:
+        yield Path(run.run_dir)
         return
     temporary = tempfile.mkdtemp(prefix="stepwrap_dry_run_") if get_rank() == 0 else ""
     folder = Path(broadcast(temporary))

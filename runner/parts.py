@@ -1,13 +1,13 @@
-"""Build the parts of a run from checked settings."""
+"""Build the parts of a run: model, evaluation, hooks, optimizer, training loop."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -55,7 +55,7 @@ from ..registry import (
 )
 from ..registry.checks.schema import PER_RANK
 from ..registry.registry import find_component
-from ..wrappers import OptimWrapperDict, param_groups
+from ..wrappers import Mesh, OptimWrapperDict, param_groups
 from ..wrappers.optimizers.gates import refuse_without_closure
 from ..wrappers.optimizers.optimizer_fit import build_optimizer
 from ..wrappers.optimizers.param_groups import (
@@ -64,7 +64,7 @@ from ..wrappers.optimizers.param_groups import (
     divide_parameters,
     named_parameters,
 )
-from .failure import Attempts, building
+from .failure import BuildErrors, building
 from .launcher import single_process_group
 from .rank_layout import build_model, data_ranks, device_of_rank, needs_group
 
@@ -72,66 +72,106 @@ ALL = frozenset({"train", "val", "test"})
 _LOADER_OPTIONS = (
     *("batch_size", "shuffle", "num_workers", "drop_last", "pin_memory", "persistent_workers"),
 )
+PrecisionContext: TypeAlias = Callable[[], AbstractContextManager[Any]]
 # A dry run sets these settings of the training loop to 1, and leaves out all others.
 _DRY_RUN_ONES = ("max_epochs", "max_steps", "log_every_steps", "val_interval")
 
 
+@dataclass(frozen=True)
+class Parts:
+    """The objects of a run on this rank; see ``Runner.from_parts``.
+
+    Attributes:
+        model: the wrapped model, on its device.
+        run_dir: the folder for records and checkpoints; None writes nothing.
+        seed: the seed of the random number generators.
+        hooks: the hooks by name; None removes the default hook of that name.
+        optim_wrapper: the optimizer wrapper; None if the run does not train.
+        train_loop: the training loop; None if the run does not train.
+        val_loop: the validation, of one set or several.
+        test_loop: the test, of one set or several.
+        precision: returns the context of evaluations, for a run that does not train.
+        loss_weight: weight of the losses in evaluations, for a run that does not train.
+    """
+
+    model: nn.Module
+    run_dir: str | None
+    seed: int
+    hooks: Mapping[str, Any] = field(default_factory=dict)
+    optim_wrapper: Any = None
+    train_loop: Any = None
+    val_loop: Any = None
+    test_loop: Any = None
+    precision: PrecisionContext = nullcontext
+    loss_weight: Any = None
+
+
+@dataclass(frozen=True)
+class _Share:
+    """The share of the data that this rank reads: shard ``index`` of ``count``."""
+
+    index: int
+    count: int
+    # A dry run reads a single batch in each pass.
+    one_batch: bool = False
+
+
 def build_parts(
-    run: RunSections,
-    only: Collection[str] = ALL,
-    *,
-    one_batch: bool = False,
-    ranks: int | None = None,
-) -> dict[str, Any]:
-    """Build the arguments of ``Runner`` on this rank; every rank must call this.
+    run: RunSections, only: Container[str] = ALL, *, dry_run: bool = False, ranks: int | None = None
+) -> Parts:
+    """Build the parts of a run on this rank; every rank must call this.
 
     Args:
         run: the checked settings.
         only: the loops to build: "train", "val", "test".
-        one_batch: give each loop a single batch, for a dry run.
+        dry_run: give each loop a single batch.
         ranks: if given, choose the wrapper of a run with this many ranks, and the batches of its
             first rank; see ``rehearse``.
 
     Raises:
         BuildError: some parts cannot be built; it lists all of them.
     """
-    _make_deterministic(run)
-    seed_rng(run.seed)
-    attempts = Attempts()
+    _make_repeatable(run)
     if "train" not in only:
         # An evaluation loads a checkpoint, which replaces the weights of `load_from`.
         run = run.without_loaded()
-    model, mesh = attempts.make("model", partial(build_model, run, ranks)) or (None, None)
-    shard = (get_rank(), get_world_size()) if mesh is None else (mesh.data_rank, mesh.data_size)
-    if ranks is not None:
-        shard = (0, data_ranks(run, ranks))
-    load = partial(_build_loader, run, shard, one_batch)
-    parts: dict[str, Any] = {"model": model, "run_dir": run.run_dir, "seed": run.seed}
-    for name in ("val", "test"):
-        evaluation = partial(_build_evaluation, run, load, name)
-        parts[f"{name}_loop"] = attempts.make(name, evaluation) if name in only else None
-    hooks = attempts.make("hooks", partial(_build_all, "hooks", run.hooks, HOOKS)) or {}
+    # After an error the following parts are built too, so that all errors are found.
+    errors = BuildErrors()
+    model = mesh = val_loop = test_loop = optim_wrapper = train_loop = loss_weight = None
+    precision: PrecisionContext = nullcontext
+    with errors.collect("model"):
+        model, mesh = build_model(run, ranks)
+    share = _share_of_rank(run, mesh, ranks=ranks, dry_run=dry_run)
+    with errors.collect("val"):
+        val_loop = _build_evaluation(run, "val", share=share) if "val" in only else None
+    with errors.collect("test"):
+        test_loop = _build_evaluation(run, "test", share=share) if "test" in only else None
+    hooks = _build_hooks(run, errors=errors)
     if "train" in only and run.train is not None:
         if model is not None:
-            built = attempts.make("optimizer", partial(_build_optimization, run, model))
-            parts["optim_wrapper"], schedules = built or (None, {})
-            hooks = {**schedules, **hooks}
-        if run.frozen_until or run.frozen_in_eval:
-            freeze = FreezeHook(until_step=run.frozen_until, in_eval=run.frozen_in_eval)
-            hooks = {"freeze.until_step": freeze, **hooks}
-        _check_watched(hooks, parts["val_loop"], attempts)
-        train = partial(_build_training, run, load, parts["val_loop"], one_batch)
-        parts["train_loop"] = attempts.make("train", train)
+            with errors.collect("optimizer"):
+                optim_wrapper, optimizers = _build_optimizers(run, model)
+                hooks = {**_freeze_hook(run), **_scheduler_hook(run, optimizers), **hooks}
+        _check_watched(hooks, val_loop, errors=errors)
+        with errors.collect("train"):
+            train_loop = _build_training(run, val_loop, share=share)
     elif model is not None:
-        precision = attempts.make("optim_wrapper", partial(_evaluation_precision, run, model))
-        parts["precision"] = precision or nullcontext
-        sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer).values()
-        weights = [section.get("loss_weight") for section in sections]
-        parts["loss_weight"] = next((weight for weight in weights if weight is not None), None)
-    attempts.finish()
-    # `Runner` adds the default hooks, unless they are removed.
-    removed = {name: None for name in DEFAULT_HOOKS if name not in hooks}
-    return {**parts, "hooks": {**hooks, **removed}}
+        with errors.collect("optim_wrapper"):
+            precision, loss_weight = _evaluation_settings(run, model)
+    errors.raise_all()
+    assert model is not None
+    return Parts(
+        model=model,
+        run_dir=run.run_dir,
+        seed=run.seed,
+        hooks=hooks,
+        optim_wrapper=optim_wrapper,
+        train_loop=train_loop,
+        val_loop=val_loop,
+        test_loop=test_loop,
+        precision=precision,
+        loss_weight=loss_weight,
+    )
 
 
 def build_default_hooks() -> dict[str, Any]:
@@ -139,7 +179,7 @@ def build_default_hooks() -> dict[str, Any]:
     return {name: build_tree({"type": HOOK_TYPES[name]}, HOOKS) for name in DEFAULT_HOOKS}
 
 
-def rehearse(run: RunSections) -> dict[str, Any]:
+def rehearse(run: RunSections) -> Parts:
     """Build the parts of a run of ``launch.nproc`` ranks in this process, on the CPU.
 
     The wrapper is the one that the ranks will use, in a process group of this process alone.
@@ -149,7 +189,22 @@ def rehearse(run: RunSections) -> dict[str, Any]:
         return build_parts(replace(run, device="cpu"), ranks=ranks)
 
 
-def _make_deterministic(run: RunSections) -> None:
+def example_batch(run: RunSections, sets: Iterable[str] = ("test", "val", "train")) -> Any:
+    """Return the first batch of the first data set in ``sets`` that the run has."""
+    name = next(set_name for set_name in sets if getattr(run.data, set_name) is not None)
+    section = run.data.loader(next(iter(run.data.get_sets(name).values())))
+    if not isinstance(section, dict):
+        section = replace(section, num_workers=0, prefetch_factor=None)
+    run = replace(run, device="cpu", data=replace(run.data, **{name: section}))
+    loader = _build_loader(run, name, share=_Share(0, 1))
+    with building(f"data.{name}"):
+        for batch in loader:
+            return batch
+    raise ValueError(f"data.{name} has no batches")
+
+
+def _make_repeatable(run: RunSections) -> None:
+    seed_rng(run.seed)
     if run.deterministic:
         # cuBLAS reads this variable when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -158,71 +213,19 @@ def _make_deterministic(run: RunSections) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def _build_all(section: str, named: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
-    attempts = Attempts()
-    built = {
-        name: attempts.make(f"{section}.{name}", partial(build_tree, settings, registry))
-        for name, settings in named.items()
-    }
-    attempts.finish()
-    return built
+def _share_of_rank(
+    run: RunSections, mesh: Mesh | None, *, ranks: int | None, dry_run: bool
+) -> _Share:
+    """Return this rank's share of the data; with ``ranks``, the share of the first of them."""
+    if ranks is not None:
+        return _Share(0, data_ranks(run, ranks), dry_run)
+    if mesh is not None:
+        return _Share(mesh.data_rank, mesh.data_size, dry_run)
+    return _Share(get_rank(), get_world_size(), dry_run)
 
 
-def _build_training(
-    run: RunSections, load: Callable[[str], Any], val_loop: Any, one_batch: bool
-) -> Any:
-    settings = dict(run.train or {})
-    if one_batch:
-        ones = {key: 1 for key in _DRY_RUN_ONES if key in settings}
-        chosen: dict[str, Any] = {
-            key: settings[key] for key in ("type", "_scope_") if key in settings
-        }
-        settings = {**chosen, **ones}
-    supplied = {"dataloader": load("train"), "val_loop": val_loop, **_rank_arguments(run, "train")}
-    with building("train"):
-        return build_tree(settings, LOOPS, supplied)
-
-
-def _build_evaluation(run: RunSections, load: Callable[[str], Any], name: str) -> Any:
-    attempts = Attempts()
-    loops: dict[str, Any] = {}
-    for set_name, path in run.data.get_sets(name).items():
-        build = partial(_build_metrics, run.metrics, set_name)
-        metrics = attempts.make("metrics", build)
-        supplied = {"dataloader": attempts.make(f"data.{path}", partial(load, path))}
-        supplied |= {"metrics": metrics, **_rank_arguments(run, path)}
-        make = partial(build_tree, getattr(run, name), LOOPS, supplied)
-        loops[set_name] = attempts.make(name, make) if None not in supplied.values() else None
-    attempts.finish()
-    return EvalSets(loops) if isinstance(getattr(run.data, name), SetsSection) else loops.get("")
-
-
-def _check_watched(hooks: Mapping[str, Any], val_loop: Any, attempts: Attempts) -> None:
-    """Report hooks for which it is unknown whether higher values of their metric are better."""
-    directions = find_directions(getattr(val_loop, "metrics", {}))
-    for name, hook in hooks.items():
-        if isinstance(hook, CheckpointHook | EarlyStopHook) and hook.watched.name:
-            key = f"hooks.{name}.{hook.watched.argument}"
-            attempts.make(key, partial(hook.watched.mode_by, directions))
-
-
-def _build_metrics(metrics: Mapping[str, MetricSection], set_name: str) -> dict[str, Any]:
-    """Build the metrics that are computed on a set."""
-    chosen = {
-        n: section
-        for n, section in metrics.items()
-        if section.sets is None or set_name in section.sets
-    }
-    components = {name: section.metric for name, section in chosen.items()}
-    built = _build_all("metrics", components, METRICS)
-    for name, section in chosen.items():
-        if section.head is not None or section.transform is not None:
-            built[name] = MetricInputs(built[name], section.head, find_transform(section.transform))
-    return built
-
-
-def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, name: str) -> Any:
-    """Build the loader ``data.<name>``; ``shard`` is (index of the shard, number of shards)."""
+def _build_loader(run: RunSections, name: str, *, share: _Share) -> Any:
+    """Build the loader ``data.<name>``."""
     run, limit = _limits(run, name)
     section: LoaderSection | dict[str, Any] = run.data.loader(name)
     with building(f"data.{name}"):
@@ -241,7 +244,7 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
             seed = run.seed if section.seed is None else section.seed
             selects = limit is not None and section.in_memory not in (True, "device")
             if limit is not None and selects and not isinstance(dataset, IterableDataset):
-                num_samples = limit * section.batch_size * shard[1]
+                num_samples = limit * section.batch_size * share.count
                 dataset, limit = _selected(dataset, num_samples, seed, section.shuffle), None
             on_device = section.in_memory == "device"
             options["in_memory"] = device_of_rank(run) if on_device else section.in_memory
@@ -251,37 +254,11 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
                 # with uneven inputs this is not necessary.
                 train=name == "train" and not (run.wrapper or {}).get("uneven_inputs"),
                 seed=seed,
-                shard=shard,
+                shard=(share.index, share.count),
                 **options,
             )
-    limit = 1 if one_batch else limit
+    limit = 1 if share.one_batch else limit
     return loader if limit is None else FirstBatches(loader, limit)
-
-
-def _rank_arguments(run: RunSections, name: str) -> dict[str, bool]:
-    """Return the argument of a loop that says that the loader ``data.<name>`` knows the ranks."""
-    section = run.data.loader(name)
-    return {PER_RANK: True} if isinstance(section, dict) and section.get(PER_RANK) else {}
-
-
-def _build_collate(setting: Any) -> Any:
-    if isinstance(setting, Mapping):
-        return build_tree(setting, DATASETS)
-    return DATASETS.resolve(setting)
-
-
-def example_batch(run: RunSections, sets: Iterable[str] = ("test", "val", "train")) -> Any:
-    """Return the first batch of the first data set in ``sets`` that the run has."""
-    name = next(set_name for set_name in sets if getattr(run.data, set_name) is not None)
-    section = run.data.loader(next(iter(run.data.get_sets(name).values())))
-    if not isinstance(section, dict):
-        section = replace(section, num_workers=0, prefetch_factor=None)
-    run = replace(run, device="cpu", data=replace(run.data, **{name: section}))
-    loader = _build_loader(run, (0, 1), False, name)
-    with building(f"data.{name}"):
-        for batch in loader:
-            return batch
-    raise ValueError(f"data.{name} has no batches")
 
 
 def _limits(run: RunSections, name: str) -> tuple[RunSections, int | None]:
@@ -311,8 +288,86 @@ def _selected(dataset: Any, count: int, seed: int, shuffled: bool) -> Any:
     return Subset(dataset, chosen)
 
 
-def _build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[str, Hook]]:
-    """Return the optimizer wrapper of ``model``, and the hook that steps its schedules, if any."""
+def _build_collate(setting: Any) -> Any:
+    if isinstance(setting, Mapping):
+        return build_tree(setting, DATASETS)
+    return DATASETS.resolve(setting)
+
+
+def _rank_arguments(run: RunSections, name: str) -> dict[str, bool]:
+    """Return the argument of a loop that says that the loader ``data.<name>`` knows the ranks."""
+    section = run.data.loader(name)
+    return {PER_RANK: True} if isinstance(section, dict) and section.get(PER_RANK) else {}
+
+
+def _build_all(section: str, settings: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
+    built, errors = {}, BuildErrors()
+    for name, component in settings.items():
+        with errors.collect(f"{section}.{name}"):
+            built[name] = build_tree(component, registry)
+    errors.raise_all()
+    return built
+
+
+def _build_evaluation(run: RunSections, name: str, *, share: _Share) -> Any:
+    """Build the loop "val" or "test"; one loop for each set if there are several sets."""
+    loops, errors = {}, BuildErrors()
+    for set_name, path in run.data.get_sets(name).items():
+        metrics = loader = None
+        with errors.collect("metrics"):
+            metrics = _build_metrics(run.metrics, set_name)
+        with errors.collect(f"data.{path}"):
+            loader = _build_loader(run, path, share=share)
+        if metrics is not None and loader is not None:
+            supplied = {"dataloader": loader, "metrics": metrics, **_rank_arguments(run, path)}
+            with errors.collect(name):
+                loops[set_name] = build_tree(getattr(run, name), LOOPS, supplied)
+    errors.raise_all()
+    return EvalSets(loops) if isinstance(getattr(run.data, name), SetsSection) else loops.get("")
+
+
+def _build_metrics(metrics: Mapping[str, MetricSection], set_name: str) -> dict[str, Any]:
+    """Build the metrics that are computed on a set."""
+    chosen = {
+        n: section
+        for n, section in metrics.items()
+        if section.sets is None or set_name in section.sets
+    }
+    components = {name: section.metric for name, section in chosen.items()}
+    built = _build_all("metrics", components, METRICS)
+    for name, section in chosen.items():
+        if section.head is not None or section.transform is not None:
+            built[name] = MetricInputs(built[name], section.head, find_transform(section.transform))
+    return built
+
+
+def _build_hooks(run: RunSections, *, errors: BuildErrors) -> dict[str, Any]:
+    with errors.collect("hooks"):
+        built = _build_all("hooks", run.hooks, HOOKS)
+        # `Runner` adds the default hooks, unless they are removed.
+        removed = {name: None for name in DEFAULT_HOOKS if name not in built}
+        return {**built, **removed}
+    return {}
+
+
+def _freeze_hook(run: RunSections) -> dict[str, Hook]:
+    if not (run.frozen_until or run.frozen_in_eval):
+        return {}
+    hook = FreezeHook(until_step=run.frozen_until, in_eval=run.frozen_in_eval)
+    return {"freeze.until_step": hook}
+
+
+def _check_watched(hooks: Mapping[str, Any], val_loop: Any, *, errors: BuildErrors) -> None:
+    """Collect hooks for which it is unknown whether higher values of their metric are better."""
+    directions = find_directions(getattr(val_loop, "metrics", {}))
+    for name, hook in hooks.items():
+        if isinstance(hook, CheckpointHook | EarlyStopHook) and hook.watched.name:
+            with errors.collect(f"hooks.{name}.{hook.watched.argument}"):
+                hook.watched.mode_by(directions)
+
+
+def _build_optimizers(run: RunSections, model: nn.Module) -> tuple[Any, dict[str, Optimizer]]:
+    """Return the optimizer wrapper of ``model``, and its optimizers by name ("" for one)."""
     several = named_optimizers(run.optimizer or {})
     group = getattr(model, "data_group", None)
     with building("optimizer"):
@@ -329,7 +384,7 @@ def _build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[s
         else:
             shares = {"": named_parameters(model)}
     optimizers = {
-        name: _optimizer(section, shares[name], f"optimizer.{name}" if name else "optimizer")
+        name: _build_optimizer(section, shares[name], f"optimizer.{name}" if name else "optimizer")
         for name, section in optimizer_sections.items()
     }
     sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer)
@@ -344,10 +399,10 @@ def _build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[s
             if set_loss_weight is not None and loss_weight is not None:
                 set_loss_weight(loss_weight)
     wrapper = OptimWrapperDict(**wrappers) if several else wrappers[""]
-    return wrapper, _scheduler_hook(run, optimizers)
+    return wrapper, optimizers
 
 
-def _optimizer(
+def _build_optimizer(
     settings: Mapping[str, Any], named: Sequence[NamedParameter], where: str
 ) -> Optimizer:
     own = {key: value for key, value in settings.items() if key not in ("params", "paramwise")}
@@ -387,23 +442,29 @@ def _scheduler_hook(run: RunSections, optimizers: Mapping[str, Optimizer]) -> di
     return {"schedulers": SchedulerHook(pairs, metric=watched, optimizers=named)} if pairs else {}
 
 
-def _evaluation_precision(
-    run: RunSections, model: nn.Module
-) -> Callable[[], AbstractContextManager[Any]]:
-    """Return the precision context in which the training would evaluate ``model``.
+def _build_training(run: RunSections, val_loop: Any, *, share: _Share) -> Any:
+    settings = dict(run.train or {})
+    if share.one_batch:
+        kind: dict[str, Any] = {k: settings[k] for k in ("type", "_scope_") if k in settings}
+        settings = {**kind, **{key: 1 for key in _DRY_RUN_ONES if key in settings}}
+    loader = _build_loader(run, "train", share=share)
+    supplied = {"dataloader": loader, "val_loop": val_loop, **_rank_arguments(run, "train")}
+    return build_tree(settings, LOOPS, supplied)
 
-    The optimizer wrappers define it. A run that only evaluates builds no optimizer, so they are
-    built around one that is never used.
-    """
+
+def _evaluation_settings(run: RunSections, model: nn.Module) -> tuple[PrecisionContext, Any]:
+    """Return the precision context and the loss weight of a run that only evaluates."""
     sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer)
+    weights = [section.get("loss_weight") for section in sections.values()]
+    loss_weight = next((weight for weight in weights if weight is not None), None)
     kinds = [find_component(settings, OPTIM_WRAPPERS) for settings in sections.values()]
     parameters = list(model.parameters())
     if not parameters or all(getattr(kind, "precision_context", None) is None for kind in kinds):
-        return nullcontext
+        return nullcontext, loss_weight
+    # Optimizer wrappers define the context. They are built around an optimizer that is never used.
     supplied = {"optimizer": SGD(parameters, lr=0.0)}
     built = {
         name: build_tree(section, OPTIM_WRAPPERS, supplied) for name, section in sections.items()
     }
     wrapper = built[""] if "" in built else OptimWrapperDict(**built)
-    context: Callable[[], AbstractContextManager[Any]] = wrapper.precision_context
-    return context
+    return wrapper.precision_context, loss_weight

@@ -34,7 +34,7 @@ from ..wrappers.blocks import find_blocks, find_modules, find_parameters
 from ..wrappers.prepare import check_preparation, freeze_parameters, model_checks
 from ..wrappers.sharding.mesh import check_axes
 from ..wrappers.wrapping import needs_process_group, wrapper_problems
-from .failure import Attempts, building
+from .failure import BuildErrors, building
 from .pretrained.build import build_user_model
 from .pretrained.load import add_configured, load_pretrained
 
@@ -170,7 +170,7 @@ def _check_model(
     run: RunSections, model: nn.Module, preparation: Preparation, tensor_size: int
 ) -> None:
     """Raise one error with every setting that does not fit the model."""
-    attempts = Attempts()
+    errors = BuildErrors()
     checks = model_checks(model, preparation, tensor_size)
     where, options = "wrapper", run.wrapper or {}
     if wrapper_class(run) is auto:
@@ -178,8 +178,9 @@ def _check_model(
     if "shard" in options:
         checks[f"{where}.shard"] = lambda: find_blocks(model, options.get("shard"))
     for key, check in checks.items():
-        attempts.make(key, check)
-    attempts.finish()
+        with errors.collect(key):
+            check()
+    errors.raise_all()
     if run.train is not None and run.freeze:
         with building("freeze"):
             freeze_parameters(model, run.frozen)

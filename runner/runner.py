@@ -42,7 +42,7 @@ from ..registry import (
 from ..registry.local_paths import require_local
 from ..wrappers import LossWeight, wrap_model
 from ..wrappers.features import require_optim_wrapper
-from .parts import build_default_hooks, build_parts
+from .parts import Parts, build_default_hooks, build_parts
 from .pretrained.load import load_run_model
 from .run_folder import ConfigWriter, locked_run_dir, resolve_checkpoint, saved_checkpoints
 from .sections import read_sections
@@ -168,11 +168,35 @@ class Runner:
             config = config_from_dict(config)
         run = read_sections(config, get_world_size())
         with traced(run.trace_collectives):
-            built = build_parts(run)
-            built["hooks"] = {"config.yaml": ConfigWriter(config), **built["hooks"]}
-            runner = cls(**built)
-        runner.state.settings = config.to_dict()
+            runner = cls.from_parts(build_parts(run), config)
         runner._is_traced = run.trace_collectives
+        return runner
+
+    @classmethod
+    def from_parts(cls, parts: Parts, config: Config | None = None) -> Runner:
+        """Return a runner with these parts; every rank must call this.
+
+        Args:
+            parts: the parts of a checked config.
+            config: the config, which training writes into the run folder as ``config.yaml``.
+        """
+        hooks = parts.hooks
+        if config is not None:
+            hooks = {"config.yaml": ConfigWriter(config), **hooks}
+        runner = cls(
+            parts.model,
+            parts.train_loop,
+            optim_wrapper=parts.optim_wrapper,
+            val_loop=parts.val_loop,
+            test_loop=parts.test_loop,
+            hooks=hooks,
+            run_dir=parts.run_dir,
+            seed=parts.seed,
+            precision=parts.precision,
+            loss_weight=parts.loss_weight,
+        )
+        if config is not None:
+            runner.state.settings = config.to_dict()
         return runner
 
     def train(self, resume: bool | str | os.PathLike[str] = False) -> LoopState:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from ...loops import EpochTrainLoop, IterTrainLoop, LoopState, SchedulerHook
 from ...loops.data.loaders import get_length
-from ...registry import Config, ConfigError, Problem, RunSections
+from ...registry import Config, ConfigError, Examination, Problem, RunSections
 from ...wrappers.prepare import freeze_parameters
 from ...wrappers.steps.plain_models import BatchMismatchError, MissingLossError
 from ...wrappers.steps.step_checks import has_custom_step
 from ..failure import as_mistakes_in, building
 from ..finders.summary import Summary, format_quantity, summarize
-from ..parts import example_batch, rehearse
+from ..parts import Parts, example_batch, rehearse
 from ..pretrained.build import build_user_model
 from ..pretrained.load import add_configured
 from ..sections import read_sections
@@ -25,12 +25,12 @@ from .command import Options
 _MAX_WIDTH = 100
 
 
-def run_check(options: Options) -> int:
+def run_check(examined: Examination, options: Options) -> int:
     """Report every mistake in a config, then build its parts on the CPU."""
-    run = read_sections(options.examined)
-    with as_mistakes_in(options.examined.config):
+    run = read_sections(examined)
+    with as_mistakes_in(examined.config):
         parts = rehearse(run)
-    model = parts["model"].module
+    model: Any = parts.model.module
     count = sum(parameter.numel() for parameter in model.parameters())
     # fully_shard replaces the class of the model by a subclass.
     kind = next(
@@ -38,32 +38,33 @@ def run_check(options: Options) -> int:
         for model_class in type(model).__mro__
         if "torch.distributed" not in model_class.__module__
     )
-    loops = ["train"] if parts.get("train_loop") is not None else []
-    for name in ("val", "test"):
+    loops = [] if parts.train_loop is None else ["train"]
+    for name, loop in (("val", parts.val_loop), ("test", parts.test_loop)):
         sets = ", ".join(run.data.get_sets(name))
-        if parts.get(f"{name}_loop") is not None:
+        if loop is not None:
             loops.append(f"{name} ({sets})" if sets else name)
-    trains, has_own_step = parts.get("train_loop") is not None, has_custom_step(parts["model"])
-    sizes = list(_size(options, trains=trains and not has_own_step, has_own_step=has_own_step))
+    has_own_step = has_custom_step(parts.model)
+    trains = parts.train_loop is not None and not has_own_step
+    sizes = list(_size_lines(examined, trains=trains, has_own_step=has_own_step))
     print(f"{options.words[0]}: no mistakes; every part can be built")
     print(f"model: {kind.__name__}, {count:,} parameters")
-    print(f"wrapper: {type(parts['model']).__name__}")
+    print(f"wrapper: {type(parts.model).__name__}")
     for line in sizes:
         print(line)
     print(f"loops: {', '.join(loops) or 'none'}")
-    for line in _schedule_lines(parts, options.examined.config):
+    for line in _schedule_lines(parts, examined.config):
         print(line)
-    names = [name for name, hook in parts["hooks"].items() if hook is not None]
+    names = [name for name, hook in parts.hooks.items() if hook is not None]
     print(f"hooks: {', '.join(names) or 'none'}")
     return 0
 
 
-def _schedule_lines(parts: Mapping[str, Any], config: Config) -> Iterator[str]:
+def _schedule_lines(parts: Parts, config: Config) -> Iterator[str]:
     """Yield the length of the training, and the schedules whose lengths differ from it."""
-    loop = parts.get("train_loop")
+    loop = parts.train_loop
     if not isinstance(loop, (EpochTrainLoop, IterTrainLoop)):
         return
-    state = LoopState(model=parts["model"], optim_wrapper=parts["optim_wrapper"])
+    state = LoopState(model=parts.model, optim_wrapper=parts.optim_wrapper)
     loop.budget.plan(state, get_length(loop.dataloader))
     counts = {
         "updates": state.max_steps,
@@ -72,14 +73,14 @@ def _schedule_lines(parts: Mapping[str, Any], config: Config) -> Iterator[str]:
     }
     lengths = [f"{count:,} {unit}" for unit, count in counts.items() if count is not None]
     yield f"training: {', '.join(lengths)}"
-    hook = parts["hooks"].get("schedulers")
+    hook = parts.hooks.get("schedulers")
     is_list = isinstance(config.select("schedulers"), list)
     for misfit in hook.misfits(state) if isinstance(hook, SchedulerHook) else ():
         key = f"schedulers.{misfit.position}" if is_list else "schedulers"
         yield f"warning: {Problem(key, misfit.text, config.origin(key))}"
 
 
-def _size(options: Options, *, trains: bool, has_own_step: bool) -> Iterator[str]:
+def _size_lines(examined: Examination, *, trains: bool, has_own_step: bool) -> Iterator[str]:
     """Yield the known sizes of the model, then why its forward could not be measured, if so.
 
     With a custom training step, the forward need not accept ``mode`` or the batch.
@@ -89,29 +90,29 @@ def _size(options: Options, *, trains: bool, has_own_step: bool) -> Iterator[str
             ``trains`` is true.
     """
     try:
-        summary = make_summary(options, trains=trains)
+        summary = _make_summary(examined, trains=trains)
     except ConfigError as error:
         if trains:
             raise
         yield f"forward: not measured: {error}"
         return
     if trains and isinstance(summary.error, (BatchMismatchError, MissingLossError)):
-        origin = options.examined.config.origin("data.train")
+        origin = examined.config.origin("data.train")
         raise ConfigError([Problem("data.train", str(summary.error), origin)])
-    yield from size_lines(summary)
+    yield from _summary_lines(summary)
     if summary.error is not None and has_own_step:
         yield "forward: not measured: the training step calls it in its own way"
     elif summary.error is not None:
         yield f"forward: not measured: {type(summary.error).__name__}: {summary.error}"
 
 
-def run_summary(options: Options) -> int:
+def run_summary(examined: Examination, options: Options) -> int:
     """Print the layers of a config's model, its parameters and the FLOPs of one batch."""
     # Imported lazily: `check` does not draw a table.
     from rich.console import Console
     from rich.table import Table
 
-    summary = make_summary(options)
+    summary = _make_summary(examined)
     table = Table(box=None, pad_edge=False)
     table.add_column("layer", no_wrap=True, overflow="ellipsis")
     table.add_column("class", no_wrap=True, overflow="ellipsis")
@@ -126,7 +127,7 @@ def run_summary(options: Options) -> int:
     console = Console(highlight=False)
     console.width = min(console.width, _MAX_WIDTH)
     console.print(table, markup=False)
-    for line in size_lines(summary):
+    for line in _summary_lines(summary):
         print(line)
     if summary.error is None:
         return 0
@@ -137,13 +138,13 @@ def run_summary(options: Options) -> int:
     return 1
 
 
-def make_summary(options: Options, *, trains: bool = False) -> Summary:
+def _make_summary(examined: Examination, *, trains: bool = False) -> Summary:
     """Build the model and the first batch of a config, and summarize the model.
 
     With ``trains``, the batch is from the training data, and the model must return a loss for it.
     """
-    run = read_sections(options.examined)
-    with as_mistakes_in(options.examined.config):
+    run = read_sections(examined)
+    with as_mistakes_in(examined.config):
         batch = example_batch(run, ("train",)) if trains else example_batch(run)
         return summarize(_model(run), batch, has_targets=trains)
 
@@ -157,7 +158,7 @@ def _model(run: RunSections) -> nn.Module:
     return model
 
 
-def size_lines(summary: Summary) -> Iterator[str]:
+def _summary_lines(summary: Summary) -> Iterator[str]:
     """Yield the numbers of parameters, and the FLOPs if the forward succeeded."""
     trainable = f"{summary.trainable:,} trainable, {summary.size_bytes / 2**20:.3g} MiB"
     yield f"parameters: {summary.parameters:,} ({trainable})"

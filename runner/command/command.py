@@ -34,9 +34,9 @@ from ..failure import OversubscribedError, require_cores
 
 # The usage line of a command that runs a config.
 RUN = "CONFIG [key=value ...]"
-# The argument of a command's body. Its attributes are the options, the command's name as `command`
+# The command line of a command. Its attributes are the options, the command's name as `command`
 # and the positional arguments as `words`. If the command runs a config, there are also `source`
-# (the file), `overrides`, and `examined` (the config with the overrides, its names checked).
+# (the file) and `overrides`.
 Options = SimpleNamespace
 
 
@@ -57,7 +57,8 @@ class Command(click.Command):
 
     Args:
         name: the word after ``stepwrap``.
-        body: "module:function", called with ``Options``.
+        body: "module:function", called with ``Options``. If the command has a config, the first
+            argument is its ``Examination``: the config with the overrides, its names checked.
         help: one line, without a leading capital or a full stop.
         options: in the order of the help text; ``--debug`` is added to every command.
         usage: the positional arguments, as shown in the help text.
@@ -103,9 +104,10 @@ class Command(click.Command):
         options = Options(command=self.name, **{**params, "words": list(params["words"])})
         _split_optional_values(options)
         self._check_words(options.words)
-        if self._section is not None:
-            options.examined = self._examine(options, self._section)
-        return int(resolve_name(self._body)(options))
+        if self._section is None:
+            return int(resolve_name(self._body)(options))
+        examined = self._examine(options, self._section)
+        return int(resolve_name(self._body)(examined, options))
 
     def _proposals(
         self, ctx: click.Context, param: click.Parameter, incomplete: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...registry import RunSections
+from ...registry import Config, Examination, RunSections
 from ..export import FORMATS, Export, ExportError, check_export, export_adapter, export_model
 from ..failure import as_mistakes_in
 from ..parts import example_batch
@@ -13,9 +13,9 @@ from ..sections import read_sections
 from .command import Options, mistake
 
 
-def run_export(options: Options) -> int:
+def run_export(examined: Examination, options: Options) -> int:
     """Export a run's model; print the difference between its outputs and the export's."""
-    run = read_sections(options.examined)
+    run = read_sections(examined)
     if options.to is None and options.out is None:
         raise mistake(f"stepwrap export: --to ({', '.join(FORMATS)}) or --out is required")
     name = "peft" if options.to == "peft" else f"model.{options.to}"
@@ -29,7 +29,7 @@ def run_export(options: Options) -> int:
     except (ValueError, FileExistsError, ImportError) as error:
         raise mistake(f"stepwrap export: {error}") from error
     try:
-        export = _export(options, run, path)
+        export = _export(examined.config, run, path, options=options)
     except ExportError as error:
         raise mistake(f"stepwrap export: {error}") from error
     files = [path] if path.is_file() else [*path.iterdir()]
@@ -40,8 +40,7 @@ def run_export(options: Options) -> int:
     return 0
 
 
-def _export(options: Options, run: RunSections, path: Path) -> Export:
-    config = options.examined.config
+def _export(config: Config, run: RunSections, path: Path, *, options: Options) -> Export:
     which = options.checkpoint if isinstance(options.checkpoint, str) else ""
     model, adapter = load_run_model(Path(run.run_dir), which)
     with as_mistakes_in(config):

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...registry import ConfigError, LoaderSection, Problem, RunSections, did_you_mean
+from ...registry import (
+    ConfigError,
+    Examination,
+    LoaderSection,
+    Problem,
+    RunSections,
+    did_you_mean,
+)
 from ..finders.batch_size import BatchSizeFit, largest_batch_size, try_batch_size
 from ..finders.learning_rate import draw_range_test, optimizer_names, run_range_test
-from ..jobs import Job, on_ranks
+from ..jobs import on_ranks
 from ..launcher import started_outside
 from ..rank_processes import raising_stops
 from ..sections import read_sections
@@ -17,9 +24,9 @@ from .print_commands import plots_available
 _ROWS = 12
 
 
-def run_lr_find(options: Options) -> int:
+def run_lr_find(examined: Examination, options: Options) -> int:
     """Train with a rising learning rate; print and draw the losses, and suggest a rate."""
-    run = _training(options)
+    run = _read_training(examined, options.command)
     names = optimizer_names(run.optimizer)
     name = options.optimizer or names[0]
     if name not in names:
@@ -30,10 +37,18 @@ def run_lr_find(options: Options) -> int:
             f"--low must be above 0 and below --high, got {options.low:g} and {options.high:g}"
         )
         raise mistake(f"stepwrap lr-find: {message}")
-    job = Job("train", options.examined.config, run, debug=options.debug)
     with raising_stops():
-        arguments = (job, options.low, options.high, options.steps, name)
-        result = on_ranks(run, run_range_test, arguments)[0]
+        results = on_ranks(
+            run,
+            run_range_test,
+            *(examined.config, run),
+            low=options.low,
+            high=options.high,
+            steps=options.steps,
+            optimizer=name,
+            debug=options.debug,
+        )
+    result = results[0]
     print("learning rate   loss")
     for at in range(0, len(result.rates), max(1, len(result.rates) // _ROWS)):
         print(f"{result.rates[at]:<13.2e}   {result.losses[at]:.4g}")
@@ -54,17 +69,21 @@ def run_lr_find(options: Options) -> int:
     return 0
 
 
-def run_batch_size_find(options: Options) -> int:
+def run_batch_size_find(examined: Examination, options: Options) -> int:
     """Try batch sizes in short trainings; print the largest tried size that fits into memory."""
-    run = _training(options)
+    run = _read_training(examined, options.command)
     section = run.data.train
     if not isinstance(section, LoaderSection):
         message = "batch-size-find needs a section with batch_size, not a custom loader"
         raise ConfigError([Problem("data.train", message)])
-    job = Job("train", options.examined.config, run, debug=options.debug)
 
     def fits(size: int) -> BatchSizeFit:
-        result = try_batch_size(job, size, options.memory_gib)
+        result = try_batch_size(
+            *(examined.config, run),
+            size=size,
+            memory_gib=options.memory_gib,
+            debug=options.debug,
+        )
         print(f"batch size {size}: {result.value}", flush=True)
         return result
 
@@ -82,12 +101,12 @@ def run_batch_size_find(options: Options) -> int:
     return 0
 
 
-def _training(options: Options) -> RunSections:
+def _read_training(examined: Examination, command: str) -> RunSections:
     if started_outside():
         message = "starts its processes itself; use --nproc instead of torchrun or srun"
-        raise mistake(f"stepwrap {options.command} {message}")
-    run = read_sections(options.examined)
+        raise mistake(f"stepwrap {command} {message}")
+    run = read_sections(examined)
     if run.train is None:
-        message = f"{options.command} needs this section, but it is missing"
+        message = f"{command} needs this section, but it is missing"
         raise ConfigError([Problem("train", message)])
     return run

@@ -7,7 +7,7 @@ import platform
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,31 @@ from ...collectives.process.slurm import describe_slurm
 from ...loops import find_checkpoint, list_checkpoints, load_checkpoint
 from ...loops.predictions.files import check_path, remove_leftovers
 from ...primitives.stop_signals import signal_name
-from ...registry import Config, ConfigError, Problem, RunSections
+from ...registry import Config, ConfigError, Examination, Problem, RunSections
 from ..failure import Terminated, TrainingFailed
-from ..jobs import Job, Outcome, on_ranks, require_free_run_dir, run_dir_error, run_job
+from ..jobs import (
+    Outcome,
+    evaluate_on_rank,
+    on_ranks,
+    predict_on_rank,
+    require_free_run_dir,
+    run_dir_error,
+    train_on_rank,
+)
 from ..launcher import launched_ranks, started_outside
 from ..rank_processes import raising_stops
 from ..run_folder import checkpoint_times, resolve_checkpoint, saved_checkpoints
 from ..sections import read_sections
 from .command import Options, mistake
 from .print_commands import draw_curves, plots_available, read_curves
-from .restarts import run_with_restarts
+from .restarts import train_with_restarts
+
+_DRY_RUN_WORKED = "dry run: every part worked for one step; nothing was kept"
 
 
-def run_train(options: Options) -> int:
+def run_train(examined: Examination, options: Options) -> int:
     """Train, then evaluate the best checkpoint if the config has test data."""
-    config, run = _read_run(options)
+    config, run = examined.config, _read_run(examined)
     resume: bool | str | Path = options.resume if options.resume is not None else run.resume
     if options.fresh and resume:
         raise ConfigError([Problem("", "--fresh and --resume exclude each other")])
@@ -45,15 +55,15 @@ def run_train(options: Options) -> int:
             int(str(step_text).partition("-")[0]) for step_text in options.without_step
         )
         resume = _checkpoint_before(first_step, Path(run.run_dir), resume)
-    switches = {name: getattr(options, name) for name in ("dry_run", "debug", "fresh")}
-    job = Job("train", config, run, resume=resume, **switches)
     if started_outside():
-        return _run(job)
+        return _train(config, run, options, resume=resume)
+    if options.dry_run:
+        with raising_stops():
+            return _train(config, run, options, resume=resume)
     # The ranks check this again. Checking it here reports the problem before any rank is started.
-    require_free_run_dir(job)
-    folder = nullcontext() if options.dry_run else _new_folder(options, Path(run.run_dir))
-    with raising_stops(), folder:
-        return _run(job)
+    require_free_run_dir(config, run, resume=resume, fresh=options.fresh)
+    with raising_stops(), _new_folder(config, Path(run.run_dir), options):
+        return _train(config, run, options, resume=resume)
 
 
 def _checkpoint_before(step: int, run_dir: Path, resume: bool | str | Path) -> bool | Path:
@@ -80,7 +90,7 @@ def _checkpoint_before(step: int, run_dir: Path, resume: bool | str | Path) -> b
 
 
 @contextmanager
-def _new_folder(options: Options, run_dir: Path) -> Iterator[None]:
+def _new_folder(config: Config, run_dir: Path, options: Options) -> Iterator[None]:
     """Create the run's folder; after an error remove the new folders that are still empty."""
     created = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     try:
@@ -89,7 +99,7 @@ def _new_folder(options: Options, run_dir: Path) -> Iterator[None]:
         message = f"the folder {run_dir} cannot be created: {error.strerror}"
         if options.run_dir is not None:
             raise mistake(f"--run-dir: {message}") from error
-        raise run_dir_error(options.examined.config, message) from error
+        raise run_dir_error(config, message) from error
     try:
         yield
     except BaseException:
@@ -99,48 +109,100 @@ def _new_folder(options: Options, run_dir: Path) -> Iterator[None]:
         raise
 
 
-def run_validate(options: Options) -> int:
+def _train(config: Config, run: RunSections, options: Options, *, resume: bool | str | Path) -> int:
+    """Train on all ranks, print the result, and return the exit code."""
+    fresh, debug = options.fresh, options.debug
+    with _naming_checkpoints(Path(run.run_dir)), raising_stops():
+        if run.launch.max_restarts and not options.dry_run and not started_outside():
+            outcomes = train_with_restarts(config, run, resume=resume, fresh=fresh, debug=debug)
+        else:
+            outcomes = on_ranks(
+                run,
+                train_on_rank,
+                *(config, run),
+                resume=resume,
+                fresh=fresh,
+                dry_run=options.dry_run,
+                debug=debug,
+            )
+    outcome = outcomes.get(0)
+    if outcome is None:
+        # Under torchrun only rank 0 prints.
+        return next(iter(outcomes.values())).exit_code
+    if outcome.signal:
+        _report_stop(Path(run.run_dir), outcome)
+        return outcome.exit_code
+    columns = outcome.metrics
+    if outcome.checkpoint:
+        columns = {
+            "val (last)": columns.get("val", {}),
+            "val (best checkpoint)": outcome.best_metrics,
+            "test (best checkpoint)": columns.get("test", {}),
+        }
+    _print_metrics(run.name, outcome, columns)
+    if options.dry_run:
+        print(_DRY_RUN_WORKED)
+    else:
+        _report_files(Path(run.run_dir), outcome.best_by)
+    return 0
+
+
+def run_validate(examined: Examination, options: Options) -> int:
     """Evaluate a checkpoint on the validation data or, for ``test``, on the test data."""
-    config, run = _read_run(options)
-    checkpoint = None if options.checkpoint in (None, True) else options.checkpoint
-    switches = {name: getattr(options, name) for name in ("dry_run", "debug")}
-    return _run(Job(options.command, config, run, checkpoint=checkpoint, **switches))
+    config, run = examined.config, _read_run(examined)
+    with raising_stops():
+        outcomes = on_ranks(
+            run,
+            evaluate_on_rank,
+            *(config, run),
+            phase="test" if options.command == "test" else "val",
+            checkpoint=None if options.checkpoint is True else options.checkpoint,
+            dry_run=options.dry_run,
+            debug=options.debug,
+        )
+    outcome = outcomes.get(0)
+    # Under torchrun only rank 0 prints.
+    if outcome is not None:
+        _print_metrics(run.name, outcome, outcome.metrics)
+        if outcome.checkpoint:
+            print(f"checkpoint: {outcome.checkpoint}")
+        if options.dry_run:
+            print(_DRY_RUN_WORKED)
+    return 0
 
 
-def run_predict(options: Options) -> int:
+def run_predict(examined: Examination, options: Options) -> int:
     """Write predictions for each sample of the test data, or of `--data`, to a file."""
     try:
         check_path(Path(options.out))
     except (ValueError, FileExistsError, ImportError) as error:
         raise mistake(f"stepwrap predict: --out: {error}") from error
-    config, run = _read_run(options)
-    checkpoint = None if options.checkpoint in (None, True) else options.checkpoint
-    job = Job("predict", config, run, checkpoint=checkpoint, debug=options.debug, out=options.out)
+    config, run = examined.config, _read_run(examined)
     try:
-        return _run(job)
+        with raising_stops():
+            outcomes = on_ranks(
+                run,
+                predict_on_rank,
+                *(config, run),
+                out=options.out,
+                checkpoint=None if options.checkpoint is True else options.checkpoint,
+                debug=options.debug,
+            )
+        if outcome := outcomes.get(0):
+            if outcome.checkpoint:
+                print(f"checkpoint: {outcome.checkpoint}")
+            print(f"predictions: {outcome.predictions:,} samples in {options.out}")
+        return 0
     finally:
         # Ranks that were killed could not remove their unfinished files.
         remove_leftovers(Path(options.out))
 
 
-def _run(job: Job) -> int:
-    with _naming_checkpoints(job, Path(job.run.run_dir)), raising_stops():
-        restarts = job.run.launch.max_restarts and job.command == "train" and not job.dry_run
-        if restarts and not started_outside():
-            results = run_with_restarts(job)
-        else:
-            results = on_ranks(job.run, run_job, (job,))
-    if 0 not in results:
-        # Under torchrun only rank 0 prints.
-        return next(iter(results.values())).exit_code
-    return _report(job, results[0])
-
-
 @contextmanager
-def _naming_checkpoints(job: Job, folder: Path) -> Iterator[None]:
+def _naming_checkpoints(folder: Path) -> Iterator[None]:
     """Raise an error that names the last checkpoint if training fails or is stopped after a save.
 
-    A ``ConfigError`` and errors of ``validate``, ``test`` and ``predict`` are raised unchanged.
+    A ``ConfigError`` is raised unchanged.
     """
     # Not `find_checkpoint`: every rank must call it, but a signal may stop only one of them.
     before, set_aside = checkpoint_times(folder), checkpoint_times(folder, "incomplete_")
@@ -150,7 +212,7 @@ def _naming_checkpoints(job: Job, folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         saved, aside = checkpoint_times(folder), checkpoint_times(folder, "incomplete_")
-        if job.command != "train" or (saved, aside) == (before, set_aside):
+        if (saved, aside) == (before, set_aside):
             raise
         last_saved = next(reversed(saved), None)
         incomplete = next(reversed(aside), None) if aside != set_aside else None
@@ -158,34 +220,15 @@ def _naming_checkpoints(job: Job, folder: Path) -> Iterator[None]:
     except (KeyboardInterrupt, Terminated) as error:
         number = error.number if isinstance(error, Terminated) else signal.SIGINT
         saved = checkpoint_times(folder)
-        if job.command != "train" or not saved or saved == before:
+        if not saved or saved == before:
             raise
         raise Terminated(number, str(next(reversed(saved)))) from error
 
 
-def _read_run(options: Options) -> tuple[Config, RunSections]:
+def _read_run(examined: Examination) -> RunSections:
     if line := describe_slurm(os.environ):
         print(line, file=sys.stderr, flush=True)
-    return options.examined.config, read_sections(options.examined, launched_ranks())
-
-
-def _report(job: Job, outcome: Outcome) -> int:
-    """Print how a job ended and return the exit code."""
-    folder = Path(job.run.run_dir)
-    if outcome.signal:
-        _report_stop(folder, outcome)
-        return outcome.exit_code
-    if any(outcome.metrics.values()):
-        _print_metrics(job, outcome)
-    if job.command != "train" and outcome.checkpoint:
-        print(f"checkpoint: {outcome.checkpoint}")
-    if job.command == "predict":
-        print(f"predictions: {outcome.predictions:,} samples in {job.out}")
-    if job.dry_run:
-        print("dry run: every part worked for one step; nothing was kept")
-    elif job.command == "train":
-        _report_files(folder, outcome.best_by)
-    return 0
+    return read_sections(examined, launched_ranks())
 
 
 def _report_stop(folder: Path, outcome: Outcome) -> None:
@@ -202,22 +245,18 @@ def _report_stop(folder: Path, outcome: Outcome) -> None:
         print(f"continue with: stepwrap train {folder / 'config.yaml'} --resume")
 
 
-def _print_metrics(job: Job, outcome: Outcome) -> None:
+def _print_metrics(name: str, outcome: Outcome, columns: Mapping[str, Mapping[str, float]]) -> None:
+    """Print a table of the metrics by column; print nothing if there are none."""
+    columns = {title: metrics for title, metrics in columns.items() if metrics}
+    if not columns:
+        return
     # Imported lazily, so that training starts without waiting for it.
     from rich.console import Console
     from rich.table import Table
 
-    title = f"{job.run.name} at step {outcome.step}, epoch {outcome.epoch}"
+    title = f"{name} at step {outcome.step}, epoch {outcome.epoch}"
     table = Table(title=title, min_width=len(title))
     table.add_column("metric")
-    columns = {phase: outcome.metrics.get(phase, {}) for phase in ("val", "test")}
-    if job.command == "train" and outcome.checkpoint:
-        columns = {
-            "val (last)": columns["val"],
-            "val (best checkpoint)": outcome.best_metrics,
-            "test (best checkpoint)": columns["test"],
-        }
-    columns = {title: metrics for title, metrics in columns.items() if metrics}
     for column in columns:
         table.add_column(column, justify="right")
     for name in dict.fromkeys(name for metrics in columns.values() for name in metrics):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...loops.metrics.directions import find_directions
 from ...primitives.stop_signals import signal_name
-from ...registry import ConfigError, Problem, RunSections, did_you_mean
+from ...registry import Config, ConfigError, Examination, Problem, RunSections, did_you_mean
 from ...registry.directions import find_direction
 from ..failure import Terminated, as_mistakes_in
 from ..finders.sweep import Sweep, as_overrides, check_space, is_pruned, read_space
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _SHOWN = 10
 
 
-def run_sweep(options: Options) -> int:
+def run_sweep(examined: Examination, options: Options) -> int:
     """Train once for each trial; print the best trials and the command with the best values."""
     if find_spec("optuna") is None:
         raise mistake("stepwrap sweep needs Optuna: pip install 'stepwrap[sweep]'")
@@ -37,11 +37,11 @@ def run_sweep(options: Options) -> int:
         )
         raise mistake(f"stepwrap sweep {message}")
     space = read_space(options.space)
-    run = read_sections(options.examined)
+    run = read_sections(examined)
     if run.train is None:
         raise ConfigError([Problem("train", "sweep needs this section, but it is missing")])
     check_space(space, options.source, options.overrides)
-    metric, higher_is_better = _goal(options, run)
+    metric, higher_is_better = _goal(examined.config, run, options)
     folder = Path(options.folder or Path("sweeps", run.name))
     if any(folder.glob("trial_*/output.txt")) and not options.resume:
         message = (
@@ -62,10 +62,10 @@ def run_sweep(options: Options) -> int:
     return _report(sweep, options, stop)
 
 
-def _goal(options: Options, run: RunSections) -> tuple[str, bool]:
+def _goal(config: Config, run: RunSections, options: Options) -> tuple[str, bool]:
     """Return the metric, and whether higher values of it are better."""
-    with as_mistakes_in(options.examined.config):
-        metrics = rehearse(run)["val_loop"].metrics
+    with as_mistakes_in(config):
+        metrics = rehearse(run).val_loop.metrics
     best = (run.hooks.get("checkpoint") or {}).get("keep_best")
     name = (options.metric or best or next(iter(metrics), "")).removeprefix("val/")
     if not any(f"{name}/".startswith(f"{metric}/") for metric in metrics):

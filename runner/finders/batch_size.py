@@ -12,10 +12,10 @@ from enum import Enum
 import torch
 
 from ...loops import IterTrainLoop
-from ...registry import LoaderSection
+from ...registry import Config, LoaderSection, RunSections
 from ...wrappers.unwrap import num_data_ranks
 from ..failure import LaunchError
-from ..jobs import Job, on_ranks, prepared
+from ..jobs import on_ranks, prepared
 from ..parts import build_parts
 from ..runner import Runner
 
@@ -39,18 +39,30 @@ class BatchSizeFit(Enum):
     TOO_FEW_SAMPLES = "more than the data set has for each rank"
 
 
-def try_batch_size(job: Job, size: int, memory_gib: float | None = None) -> BatchSizeFit:
+def try_batch_size(
+    config: Config,
+    run: RunSections,
+    *,
+    size: int,
+    memory_gib: float | None = None,
+    debug: bool = False,
+) -> BatchSizeFit:
     """Run two training updates with a batch size on every rank, and return whether it fits.
 
     If one rank runs out of memory, all ranks are stopped and the size counts as too large.
 
     Args:
-        job: the run; nothing is written into its folder.
+        config: the config.
+        run: its checked sections; nothing is written into the run's folder.
         size: samples per batch and rank.
         memory_gib: limit of each rank's address space in GiB; None for no limit.
+        debug: show the log messages of every rank.
     """
     try:
-        return on_ranks(job.run, _train, (job, size, memory_gib))[0]
+        results = on_ranks(
+            run, _train_briefly, *(config, run), size=size, memory_gib=memory_gib, debug=debug
+        )
+        return results[0]
     except (LaunchError, MemoryError, RuntimeError) as error:
         if not any(text in f"{type(error).__name__}: {error}" for text in _OUT_OF_MEMORY):
             raise
@@ -61,18 +73,20 @@ def try_batch_size(job: Job, size: int, memory_gib: float | None = None) -> Batc
             torch.cuda.empty_cache()
 
 
-def _train(job: Job, size: int, memory_gib: float | None) -> BatchSizeFit:
-    section = job.run.data.train
+def _train_briefly(
+    config: Config, run: RunSections, *, size: int, memory_gib: float | None, debug: bool
+) -> BatchSizeFit:
+    section = run.data.train
     assert isinstance(section, LoaderSection)
-    data = replace(job.run.data, train=replace(section, batch_size=size))
-    run = replace(job.run, data=data, run_dir="", hooks={}, schedulers=[])
-    with prepared(job), _limited(memory_gib):
-        built = build_parts(run, ("train",))
-        loader = built["train_loop"].dataloader
-        if len(loader.dataset) < size * num_data_ranks(built["model"]):
+    data = replace(run.data, train=replace(section, batch_size=size))
+    run = replace(run, data=data, run_dir="", hooks={}, schedulers=[])
+    with prepared(config, run, debug=debug), _limited(memory_gib):
+        parts = build_parts(run, ("train",))
+        loader = parts.train_loop.dataloader
+        if len(loader.dataset) < size * num_data_ranks(parts.model):
             return BatchSizeFit.TOO_FEW_SAMPLES
         loop = IterTrainLoop(loader, max_steps=_STEPS, sanity_val=False)
-        Runner(built["model"], loop, optim_wrapper=built["optim_wrapper"], hooks=()).train()
+        Runner(parts.model, loop, optim_wrapper=parts.optim_wrapper, hooks=()).train()
     return BatchSizeFit.FITS
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...loops import Hook, IterTrainLoop, LoopState
-from ...registry import named_optimizers
-from ..jobs import Job, prepared
+from ...registry import Config, RunSections, named_optimizers
+from ..jobs import prepared
 from ..parts import build_parts
 from ..runner import Runner
 
@@ -107,29 +107,40 @@ class RangeTestHook(Hook):
             group["lr"] = rate * ratio
 
 
-def run_range_test(job: Job, low: float, high: float, steps: int, optimizer: str) -> RangeTest:
+def run_range_test(
+    config: Config,
+    run: RunSections,
+    *,
+    low: float,
+    high: float,
+    steps: int,
+    optimizer: str,
+    debug: bool = False,
+) -> RangeTest:
     """Run a range test without writing any file; every rank must call this.
 
     Args:
-        job: the run; its schedules and the hooks in its section ``hooks`` are left out.
+        config: the config.
+        run: its checked sections; schedules and the hooks in the section ``hooks`` are left out.
         low: the learning rate of the first update.
         high: the learning rate of the last update.
         steps: number of updates.
         optimizer: the name of the optimizer whose rate rises; "" if there is only one.
+        debug: show the log messages of every rank.
     """
-    run = replace(job.run, schedulers=[], run_dir="", hooks={})
-    with prepared(job):
+    run = replace(run, schedulers=[], run_dir="", hooks={})
+    with prepared(config, run, debug=debug):
         parts = build_parts(run, ("train",))
         hook = RangeTestHook(low, high, steps, optimizer)
         loop = IterTrainLoop(
-            parts["train_loop"].dataloader, max_steps=steps, log_every_steps=1, sanity_val=False
+            parts.train_loop.dataloader, max_steps=steps, log_every_steps=1, sanity_val=False
         )
         Runner(
-            parts["model"],
+            parts.model,
             loop,
-            optim_wrapper=parts["optim_wrapper"],
-            hooks={**parts["hooks"], "range_test": hook},
-            seed=parts["seed"],
+            optim_wrapper=parts.optim_wrapper,
+            hooks={**parts.hooks, "range_test": hook},
+            seed=parts.seed,
         ).train()
     return RangeTest(hook.rates, hook.losses, hook.diverged)
 

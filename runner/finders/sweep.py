@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,12 @@ import torch
 from ...collectives import broadcast, get_rank
 from ...loops import Hook, LoopState, Phase, mix_seed
 from ...loops.metrics.evaluation import WatchedMetric
-from ...registry import ConfigError, Problem, did_you_mean, load_config
+from ...registry import Config, ConfigError, Problem, RunSections, did_you_mean, load_config
 from ...registry.errors import shown, shown_value
 from ...registry.text.files import parse
 from ...registry.text.values import dotted, leaves
 from ..failure import LaunchError
-from ..jobs import Job, Outcome, on_ranks, run_job
+from ..jobs import Outcome, launch_ranks, train_on_rank
 from ..rank_processes import stop_error
 from ..run_folder import saved_checkpoints
 from ..sections import read_sections
@@ -378,13 +379,14 @@ def _train(source: str, overrides: Sequence[str], hook: Hook, run_dir: Path) -> 
     run = read_sections(config)
     run = replace(run, data=replace(run.data, test=None))
     is_begun = bool(saved_checkpoints(run_dir))
-    job = Job("train", config, run, resume=is_begun, fresh=not is_begun, hooks={"trial": hook})
     run_dir.mkdir(parents=True, exist_ok=True)
     # With an environment variable to set, `launch` starts a process even for a single rank.
     threads = os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()
     variables = {"OMP_NUM_THREADS": str(threads)} if run.launch.nproc == 1 else {}
     try:
-        results = on_ranks(run, _run_trial, (job, run_dir / "output.txt"), environment=variables)
+        output = run_dir / "output.txt"
+        trial = partial(_train_on_rank, config, run, output=output, resume=is_begun, hook=hook)
+        results = launch_ranks(run, trial, environment=variables)
     except LaunchError as error:
         if error.signal:
             raise stop_error(error.signal) from error
@@ -399,9 +401,11 @@ def _train(source: str, overrides: Sequence[str], hook: Hook, run_dir: Path) -> 
     return outcome.metrics.get("val", {})
 
 
-def _run_trial(job: Job, output: Path) -> Outcome:
-    """Run a job on one rank, with its output in a file."""
+def _train_on_rank(
+    config: Config, run: RunSections, *, output: Path, resume: bool, hook: Hook
+) -> Outcome:
+    """Train on one rank, with its output in a file."""
     with output.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    return run_job(job)
+    return train_on_rank(config, run, resume=resume, fresh=not resume, hooks={"trial": hook})

@@ -1,8 +1,10 @@
 """Loaders, schedulers and metrics from a config's text to the built parts."""
 
+import inspect
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from stepwrap.registry import ConfigError, load_config
 from stepwrap.registry.catalog import REGISTRIES
 from stepwrap.runner import Runner
 from stepwrap.runner.command.cli import main
-from stepwrap.runner.parts import build_parts, rehearse
+from stepwrap.runner.parts import Parts, build_parts, rehearse
 from stepwrap.runner.sections import read_sections
 
 LOADERS = """
@@ -44,6 +46,11 @@ def complaint(folder: Path, extra: str) -> str:
     with pytest.raises(ConfigError) as caught:
         Runner.from_config(write(folder, extra))
     return str(caught.value)
+
+
+def test_parts_are_the_arguments_of_a_runner() -> None:
+    arguments = inspect.signature(Runner).parameters.keys() - {"train_step"}
+    assert arguments == {field.name for field in fields(Parts)}
 
 
 def test_hook_watching_an_unknown_metric_is_reported_before_the_run(run: Path) -> None:
@@ -130,7 +137,7 @@ def test_loader_seed_changes_the_order_alone(run: Path) -> None:
     for seed in (None, 3, 4):
         extra = "hooks: {progress: false}"
         extra += "" if seed is None else f"\ndata: {{train: {{seed: {seed}}}}}"
-        loader = build_parts(read_sections(write(run, extra)))["train_loop"].dataloader
+        loader = build_parts(read_sections(write(run, extra))).train_loop.dataloader
         orders.append(torch.cat([labels for _, labels in loader]))
     assert torch.equal(orders[0], orders[1])
     assert not torch.equal(orders[0], orders[2])
@@ -161,11 +168,9 @@ def rows(kind: str, in_memory: str) -> str:
 @pytest.mark.parametrize("in_memory", ["true", "device", "false"])
 def test_batches_are_selected_from_the_tensors_of_a_data_set(in_memory: str, run: Path) -> None:
     (run / "rows.py").write_text(ROWS)
-    loader = build_parts(read_sections(write(run, rows("Rows", in_memory))))[
-        "train_loop"
-    ].dataloader
+    loader = build_parts(read_sections(write(run, rows("Rows", in_memory)))).train_loop.dataloader
     assert isinstance(loader, TensorLoader) == (in_memory != "false")
-    plain = build_parts(read_sections(write(run)))["train_loop"].dataloader
+    plain = build_parts(read_sections(write(run))).train_loop.dataloader
     for batch, other in zip(loader, plain, strict=True):
         assert all(map(torch.equal, batch, other))
 
@@ -307,7 +312,7 @@ def test_a_nested_scope_may_be_of_another_kind(scoped: Path) -> None:
     """No model wrapper has the scope of the communication hook."""
     hook = "comm_hook={type: MyHook, _scope_: hooks}"
     config = load_config(scoped, ["wrapper={type: ddp}", f"wrapper.{hook}", "launch.nproc=2"])
-    assert rehearse(read_sections(config))["model"]._hook.__class__.__name__ == "MyHook"
+    assert rehearse(read_sections(config)).model._hook.__class__.__name__ == "MyHook"
 
 
 def test_an_unknown_scope_is_a_config_error(scoped: Path) -> None:

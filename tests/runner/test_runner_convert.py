@@ -512,7 +512,7 @@ def test_translated_settings(lines: str, expected: dict[str, Any], listed: str |
     if "wrapper" in expected:
         # Built for the number of ranks.
         run = {"data": {"val": LOADER}, "launch": {"nproc": 2}}
-        assert rehearse(read_sections({**config, **run}))["model"].module is not None
+        assert rehearse(read_sections({**config, **run})).model.module is not None
 
 
 def test_only_the_config_goes_to_stdout(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

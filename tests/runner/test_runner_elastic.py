@@ -79,6 +79,6 @@ def test_a_separate_validation_uses_the_same_weights(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = nn.functional.cross_entropy(state.model.module.net(inputs), target).item()
     assert state.metrics["loss"] == pytest.approx(expected, abs=1e-12)
-    alone = Runner(**build_parts(read_sections(config), {"val"}))
+    alone = Runner.from_parts(build_parts(read_sections(config), {"val"}))
     assert alone.state.optim_wrapper is None
     assert alone.validate("latest") == pytest.approx({"loss": expected}, abs=1e-12)

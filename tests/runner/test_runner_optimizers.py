@@ -115,9 +115,8 @@ def test_two_optimizers_train_as_by_hand(gan: Path) -> None:
 
     hand = Gan()
     hand.load_state_dict(runner.state.model.module.state_dict())
-    loader = build_parts(read_sections(load_config(gan / "gan.yaml", [SINGLE])))[
-        "train_loop"
-    ].dataloader
+    parts = build_parts(read_sections(load_config(gan / "gan.yaml", [SINGLE])))
+    loader = parts.train_loop.dataloader
     norms = [*hand.generator[1].parameters()]
     other_params = [*hand.generator[0].parameters(), *hand.generator[2].parameters()]
     maker = torch.optim.AdamW(
@@ -344,7 +343,7 @@ def test_a_renamed_key_of_paramwise_has_no_effect_on_a_resumed_run(run: Path) ->
 
 def test_a_dict_is_a_config_too(gan: Path) -> None:
     plain = load_config("gan.yaml", [SINGLE]).to_dict()
-    assert len(build_parts(read_sections(config_from_dict(plain)))["optim_wrapper"]) == 2
+    assert len(build_parts(read_sections(config_from_dict(plain))).optim_wrapper) == 2
 
 
 def _groups_of_a_resumed_run(folder: str) -> list[list[Any]]:

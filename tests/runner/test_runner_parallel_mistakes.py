@@ -123,4 +123,4 @@ def test_reported_when_the_model_is_there(
 
 def test_one_process_builds_the_parts_of_several() -> None:
     run = read_sections(settings(mesh={"data": 2, "tensor": 2}, **TP), 4)
-    assert build_parts(run)["model"].data_group is None
+    assert build_parts(run).model.data_group is None

@@ -11,9 +11,7 @@ from runner_parts import Command, assert_identical
 from test_runner_stop import SLOW, TRAIN, timeless_records, train_here
 
 from stepwrap.loops import NoteStepHook, find_checkpoint, load_checkpoint
-from stepwrap.registry import load_config
-from stepwrap.runner.jobs import Job, next_attempt
-from stepwrap.runner.sections import read_sections
+from stepwrap.runner.jobs import next_attempt
 
 Start = Callable[..., Command]
 
@@ -114,14 +112,11 @@ def test_a_stopped_training_is_not_restarted(start: Start, tmp_path: Path) -> No
     assert (code, "restart" in err) == (143, False), err
 
 
-def test_a_restart_starts_like_the_failed_attempt_unless_that_has_saved(run: Path) -> None:
-    config = load_config("points.yaml")
+def test_a_restart_starts_like_the_failed_attempt_unless_that_has_saved() -> None:
     for resume, fresh in ((False, True), ("elsewhere", False)):
-        job = Job("train", config, read_sections(config), resume=resume)
-        again = next_attempt(job, has_saved=False)
-        assert (again.resume, again.fresh) == (resume, fresh)
-        again = next_attempt(again, has_saved=True)
-        assert (again.resume, again.fresh) == (True, False)
+        again = next_attempt(resume, False, has_saved=False)
+        assert again == (resume, fresh)
+        assert next_attempt(*again, has_saved=True) == (True, False)
 
 
 def test_a_step_that_was_not_noted_is_not_guessed(tmp_path: Path) -> None:

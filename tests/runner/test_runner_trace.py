@@ -10,7 +10,7 @@ from runner_parts import Command, assert_identical, final_weights, points_config
 from stepwrap.collectives import get_world_size, recent_collectives, trace_collectives
 from stepwrap.registry import Config, load_config
 from stepwrap.runner import Runner
-from stepwrap.runner.jobs import Job, run_job
+from stepwrap.runner.jobs import train_on_rank
 from stepwrap.runner.sections import read_sections
 
 ASTRAY = """
@@ -58,7 +58,7 @@ def train_twice(folder: Path) -> list[int]:
     counts = [recorded()]
     for name, traced in (("on", "true"), ("off", "false")):
         config = config_of(folder, name, traced)
-        run_job(Job("train", config, read_sections(config, get_world_size())))
+        train_on_rank(config, read_sections(config, get_world_size()))
         counts.append(recorded())
     return counts
 
@@ -97,7 +97,7 @@ def train_while_traced(folder: Path) -> bool:
     before = recorded()
     trace_collectives(True)
     try:
-        run_job(Job("train", config, read_sections(config, get_world_size())))
+        train_on_rank(config, read_sections(config, get_world_size()))
     finally:
         trace_collectives(False)
     return recorded() > before
