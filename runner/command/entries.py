@@ -35,7 +35,8 @@ from .command import (
 
 _RUNS = f"{__package__}.run_commands"
 _PRINTS = f"{__package__}.print_commands"
-_CHECKS = f"{__package__}.check_commands"
+_CONFIGS = f"{__package__}.config_commands"
+_MODELS = f"{__package__}.model_commands"
 _PREDICTING = (NPROC, OVERSUBSCRIBE, RUN_DIR, DEVICE)
 _RUNNING = (*_PREDICTING, DRY_RUN)
 
@@ -149,7 +150,7 @@ predict = _PredictCommand(
 )
 export = Command(
     "export",
-    f"{__package__}.export_command:run_export",
+    f"{_MODELS}:run_export",
     "write the trained model to a file for other programs",
     (
         click.Option(
@@ -171,7 +172,7 @@ export = Command(
 )
 init = Command(
     "init",
-    f"{__package__}.init_command:run_init",
+    f"{_CONFIGS}:run_init",
     "create a project with a config, a model, data and a test",
     (
         click.Option(
@@ -249,7 +250,7 @@ batch_size_find = Command(
 )
 summary = Command(
     "summary",
-    f"{_CHECKS}:run_summary",
+    f"{_MODELS}:run_summary",
     "print the model's layers, shapes, parameters and FLOPs",
     (
         click.Option(
@@ -264,7 +265,7 @@ summary = Command(
 )
 check = Command(
     "check",
-    f"{_CHECKS}:run_check",
+    f"{_MODELS}:run_check",
     "report every mistake in a config and build its parts on the CPU",
     usage=RUN,
     section="",
@@ -349,7 +350,7 @@ sweep = Command(
 )
 convert = Command(
     "convert",
-    f"{__package__}.convert_command:run_convert",
+    f"{_CONFIGS}:run_convert",
     "convert an mmengine config (executes it) and print the result",
     (
         click.Option(

@@ -1,10 +1,13 @@
-"""The command that creates a runnable project: a config, a model, data and a test."""
+"""The commands that create a config: init, with a project for it, and convert, from mmengine's."""
 
 from __future__ import annotations
 
 import re
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
+from ..convert.convert import convert_config
 from .command import Options, mistake
 
 _CONFIG = """\
@@ -136,6 +139,8 @@ _FILES = {
 }
 # Only these are formatted, because Python files contain braces.
 _WITH_NAME = ("config.yaml", "README.md")
+# The exit code of `convert` if some settings could not be converted.
+INCOMPLETE = 3
 
 
 def run_init(options: Options) -> int:
@@ -160,3 +165,16 @@ def run_init(options: Options) -> int:
     enter = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
     print(f"train with: {enter}stepwrap train config.yaml")
     return 0
+
+
+def run_convert(options: Options) -> int:
+    """Convert an mmengine config; print YAML to stdout and unconverted settings to stderr."""
+    # The output of the config and the warnings of mmengine must not mix with the YAML.
+    with redirect_stdout(sys.stderr):
+        conversion = convert_config(
+            options.words[0], epoch_length=options.epoch_length, keep_order=options.keep_order
+        )
+    print(conversion.text(), end="")
+    for title, misses in conversion.sorted_misses().items():
+        print(f"{title}:", *misses, sep="\n  ", file=sys.stderr)
+    return INCOMPLETE if any(miss.changes_result for miss in conversion.misses) else 0
