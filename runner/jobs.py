@@ -218,13 +218,12 @@ def launch_ranks(
 ) -> dict[int, T]:
     """Do the same as ``on_ranks``, with additional environment variables; see ``launch``."""
     settings = run.launch
+    backend = "gloo" if settings.backend == "auto" and run.device == "cpu" else settings.backend
     try:
         return launch(
             call,
             nproc=settings.nproc,
-            backend="gloo"
-            if settings.backend == "auto" and run.device == "cpu"
-            else settings.backend,
+            backend=backend,
             timeout_s=settings.timeout_s,
             oversubscribe=settings.oversubscribe,
             environment=environment,
