@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm import run
 
 SCRIPT = """
 import threading
@@ -159,5 +160,4 @@ for make in (MPI4PyDist, lambda: get_dist_backend("mpi4py")):
 
 
 def test_without_mpi4py_the_extra_is_named() -> None:
-    code, out = _run(sys.executable, "-c", WITHOUT, timeout_s=60)
-    assert code == 0, out
+    run("-c", WITHOUT)

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import HERE, outcome_text, traced
-from programs import run_script
 from ranks import RanksError, run_ranks
+from warm import run_script
 
 from stepwrap.collectives import (
     all_gather_object,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from marks import slow
-from programs import run
 from ranks import run_ranks
+from warm import run
 
 from stepwrap.loops import find_checkpoint, load_checkpoint
 from stepwrap.registry import load_config

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from marks import slow
-from programs import run
+from warm import run
 
 from stepwrap.registry import check_config, load_config
 

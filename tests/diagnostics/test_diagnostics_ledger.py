@@ -2,7 +2,6 @@
 
 import random
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from loop_parts import make_loader, make_state
 from marks import slow
 from ranks import run_ranks
 from torch import Tensor, nn
+from warm import ended
 
 from stepwrap.diagnostics import LedgerError, LedgerHook, first_difference, read_ledger
 from stepwrap.diagnostics.fingerprint import hash_tensors, hash_words
@@ -257,8 +257,7 @@ train(Path({folder!r}), Killer(), every_steps=1)
 @pytest.mark.slow
 def test_a_kill_loses_no_entry(tmp_path: Path) -> None:
     code = KILLED.format(path=sys.path, folder=str(tmp_path / "killed"))
-    done = subprocess.run([sys.executable, "-c", code], timeout=120, check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert ended("-c", code).returncode == -signal.SIGKILL
     train(tmp_path / "whole", every_steps=1)
     killed = read_ledger(tmp_path / "killed")
     assert killed.steps == [*range(8)]

@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import select
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 from runner_parts import TIMEOUT_S, Command, run_command
+from warm import ended
 
 from stepwrap.runner.command.cli import main
 
@@ -135,15 +135,8 @@ def test_a_profile_is_of_the_step_alone(run: Path, capsys: Capture) -> None:
 
 
 def debugged(folder: Path, text: str, *words: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "stepwrap.runner", "replay", "runs", "--debugger", *words],
-        cwd=folder,
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    command = ("-m", "stepwrap.runner", "replay", "runs", "--debugger", *words)
+    done = ended(*command, cwd=folder, input=text)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -13,9 +13,9 @@ import spiky_runs
 import torch
 from loop_parts import make_loader, make_state
 from marks import slow
-from programs import ended, run
 from ranks import run_ranks
 from runner_parts import points_config, run_command, write_run
+from warm import ended, run
 
 from stepwrap.collectives import get_rank
 from stepwrap.loops import (

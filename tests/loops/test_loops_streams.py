@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from marks import slow
 from ranks import run_ranks
 from stream_parts import ROWS, SAMPLES, Lines, OwnLoader, SaveAll, resume_from
 from torch.utils.data import DataLoader, IterableDataset
+from warm import ended
 
 from stepwrap.loops import (
     CheckpointError,
@@ -219,15 +218,8 @@ def test_a_killed_run_with_workers_resumes_exactly(tmp_path: Path) -> None:
     folder = Path(__file__).parent
 
     def train(run: str, kill_at: int) -> int:
-        command = [
-            sys.executable,
-            "-c",
-            program,
-            tmp_path / run,
-            str(kill_at),
-            tmp_path / f"{run}.pt",
-        ]
-        return subprocess.run(command, cwd=folder, timeout=120).returncode
+        words = (tmp_path / run, kill_at, tmp_path / f"{run}.pt")
+        return ended("-c", program, *words, cwd=folder).returncode
 
     assert train("whole", -1) == 0
     assert train("killed", 11) == -9

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from marks import slow
-from programs import run_script
+from warm import run_script
 
 import stepwrap.parallel
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from programs import ended
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
+from warm import ended
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -18,9 +18,9 @@ from lightning_parts import (
 )
 from lightning_runs import WRAPPERS, whole_weights
 from marks import slow
-from programs import run_script
 from ranks import run_ranks
 from torch import nn
+from warm import run_script
 from weights import apart
 
 from stepwrap.plugins.lightning import StepStrategy

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from programs import run_script
 from ranks import run_ranks
 from torch import nn
+from warm import run_script
 
 import stepwrap.rpc
 from stepwrap.rpc import PushPullGradServerImpl, RpcError, RpcGroup, World, get_world

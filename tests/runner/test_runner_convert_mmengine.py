@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from marks import slow
-from programs import ended
 from ranks import run_ranks
 from torch import Tensor
 from torch.optim import SGD
+from warm import ended
 from weights import apart
 
 with warnings.catch_warnings():

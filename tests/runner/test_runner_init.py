@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from programs import ended, run
+from warm import ended, run
 
 from stepwrap.registry import load_config
 from stepwrap.runner.command.cli import main

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import ended
 from torch import Tensor, nn
+from warm import ended
 
 from stepwrap.runner.command.cli import main
 from stepwrap.runner.finders.summary import format_quantity, summarize

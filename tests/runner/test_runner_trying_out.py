@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from programs import ended
 from torch import nn
+from warm import ended
 
 from stepwrap.loops import LoopState
 from stepwrap.registry import load_config

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from marks import slow
-from programs import ended, run
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from warm import ended, run
 
 from stepwrap.loops import TextCollator, build_loader, keep_lists
 from stepwrap.loops.predictions.rows import make_rows

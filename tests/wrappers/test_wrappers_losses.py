@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from programs import run
 from step_models import sgd
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from warm import run
 
 from stepwrap.loops import HookList, LoopState, ValLoop
 from stepwrap.loops.metrics.mean_loss import MeanLoss
