@@ -10,24 +10,25 @@ TEST_EXTRAS := $(DEMO_EXTRAS),docs,lightning,mmengine,mlflow,peft,sweep,tensorbo
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo docs test test-all test-torch test-vision test-lightning-versions check mutate parity \
+.PHONY: demo docs test test-all test-nightly test-torch test-vision test-lightning-versions check mutate parity \
 	bench bench-peers format types-link clean
 
 demo: $(DEMO_READY)
 	$(BIN)/stepwrap train configs/digits_ddp.yaml --fresh
 
-# `test` skips tests marked slow. Three processes keep two cores busy, because many tests wait for other
+# `test` skips tests marked slow or nightly, `test-all` those marked nightly. Three processes keep two cores busy, because many tests wait for other
 # processes. Files run in alphabetical order, which puts many short ones last, so that all processes end
 # at about the same time.
-test test-torch: SELECTED := -m "not slow"
-test test-all: $(READY) types-link
+test test-torch: SELECTED := -m "not slow and not nightly"
+test-all: SELECTED := -m "not nightly"
+test test-all test-nightly: $(READY) types-link
 	$(BIN)/ruff check -q .
 	$(BIN)/ruff format -q --check .
 	PYTHONPATH=build/types $(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(SELECTED)
 
 # Run the tests of `test` with another release of torch in a fresh environment; `SELECTED=` adds the
-# slow tests. Other versions are pinned, except setuptools, which some releases of torch limit.
+# slow and nightly tests. Other versions are pinned, except setuptools, which some releases of torch limit.
 TORCH ?= 2.15.0
 TORCH_ENV := build/torch/$(TORCH)
 test-torch: INSTALL = $(TORCH_ENV)/bin/python -m pip install -q --disable-pip-version-check \

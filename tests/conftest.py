@@ -9,17 +9,19 @@ from pathlib import Path
 
 import pytest
 import ranks
+import warm
 
 # Must be set before torch is imported. The rank processes and the tests share few cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make yapf, which mmengine imports, write its cache before several processes import it.
+    """Declare our markers, and make yapf write its cache before several processes import it.
 
-    It renames the file into place before all of it is written, so that another process may read an
-    incomplete file.
+    mmengine imports yapf. It renames the file into place before all of it is written, so that
+    another process may read an incomplete file.
     """
+    config.addinivalue_line("markers", "nightly: further cases, run only by `make test-nightly`")
     if not hasattr(config, "workerinput"):
         with contextlib.suppress(ImportError):
             importlib.import_module("yapf")
@@ -27,6 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish() -> None:
     ranks.shutdown()
+    warm.shutdown()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -13,9 +13,17 @@ def slow(*cases: Any) -> list[Any]:
         @pytest.mark.parametrize("wrapper", ["ddp", *slow("fsdp", "separate")])
         @pytest.mark.parametrize(("size", "kind"), [(2, "fsdp"), *slow((4, "fsdp"), (4, "hsdp"))])
     """
+    return _marked(pytest.mark.slow, cases)
+
+
+def nightly(*cases: Any) -> list[Any]:
+    """Return cases of `parametrize` that only `make test-nightly` runs, as `slow` does."""
+    return _marked(pytest.mark.nightly, cases)
+
+
+def _marked(mark: pytest.MarkDecorator, cases: tuple[Any, ...]) -> list[Any]:
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
-        for case in cases
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark) for case in cases
     ]
 
 

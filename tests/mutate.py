@@ -1,7 +1,7 @@
 """Measure how many small faults in the core the quick tests of its folders find.
 
 One operator of one core file is changed in a copy of the repository, such as ``<`` to ``<=``, and
-the folder's tests that are not marked slow run until one fails. A change that no test notices is
+the folder's quick tests run until one fails. A change that no test notices is
 listed: either a test is missing, or the change does not alter the behaviour. The same seed chooses
 the same changes of the same sources.
 
@@ -173,7 +173,8 @@ def first_failure(
     tests: list[str], folder: Path, environ: dict[str, str], limit_s: float
 ) -> str | None:
     """Return the name of a quick test that fails, None if all pass, or that they timed out."""
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-m", "not slow"]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-m"]
+    pytest += ["not slow and not nightly"]
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             [*pytest, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *tests],

@@ -1,15 +1,14 @@
 """`stepwrap bisect`: it names the faults that are injected into runs."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from bisect_faults import EVERY, SAMPLES
 from bisect_faults import __file__ as FAULTS
-from marks import slow
+from marks import nightly, slow
 from ranks import run_ranks
 from runner_parts import run_command
+from warm import ended
 
 from stepwrap.diagnostics import first_difference, read_ledger
 from stepwrap.loops import ShardedBatchSampler
@@ -33,6 +32,7 @@ hooks:
 """
 SPARSE = "ledger={every_steps: 4}"
 FULL = "ledger={full: true}"
+COMMAND = ("-m", "stepwrap.runner")
 PARAMETERS = ("net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias", "net.5.weight")
 
 
@@ -53,58 +53,69 @@ ALONE = [
     (f"{DATA}.pixel=7", f"step {get_step(7)}, rank 0, data: batch.0"),
     (fault("kernel", 6, "net.0"), "step 6, rank 0, forward: output of net.0"),
     (fault("weight", 11, "net.5.bias"), "step 11, rank 0, update: net.5.bias"),
-    *slow(
-        (f"{DATA}.pixel=20", f"step {get_step(20)}, rank 0, data: batch.0"),
-        (f"{DATA}.label=11", f"step {get_step(11)}, rank 0, data: batch.1"),
-        (f"{DATA}.swap=[3, 9]", f"step {min(get_step(3), get_step(9))}, rank 0, data: batch.0"),
-        ("data.train.seed=4", "step 1, rank 0, data: sample ids"),
-        ("data.train.shuffle=false", "step 1, rank 0, data: sample ids"),
-        (fault("item", 9, "0"), "step 9, rank 0, data: batch.0"),
-        (fault("item", 5, "1"), "step 5, rank 0, data: batch.1"),
-        *(
-            (fault(kind, step, stream), f"step {step}, rank 0, random state: {stream}")
-            for kind, step in (("draw", 7), ("seed", 3))
-            for stream in ("python", "numpy", "torch")
-        ),
-        ("seed=4", "step 0, rank 0, update: net.0.weight"),
-        (fault("kernel", 10, "net.5"), "step 10, rank 0, forward: output of net.5"),
-        (fault("slope", 2, "net.2"), "step 2, rank 0, forward: output of net.2"),
-        (fault("eps", 8, "net.1"), "step 8, rank 0, forward: output of net.1"),
-        (fault("no_dropout", 5, "net.3"), "step 5, rank 0, forward: output of net.3"),
-        (fault("loss", 7), "step 7, rank 0, forward: output of loss"),
-        ("model.loss.label_smoothing=0.01", "step 1, rank 0, forward: output of loss"),
-        ("model.loss.reduction=sum", "step 1, rank 0, forward: output of loss"),
-        *(
-            (fault("gradient", 3 + n, name), f"step {3 + n}, rank 0, gradient: {name}")
-            for n, name in enumerate(PARAMETERS)
-            # The gradient of a bias before a BatchNorm is only rounding errors.
-            if name != "net.0.bias"
-        ),
-        (fault("zeroed", 6, "net.5.bias"), "step 6, rank 0, gradient: net.5.bias"),
-        (
-            "optim_wrapper={type: OptimWrapper, clip_grad: {max_norm: 0.01}}",
-            "step 1, rank 0, gradient: net.0.weight",
-        ),
-        *(
-            (fault("option", step, name), f"step {step}, rank 0, update: net.0.weight")
-            for step, name in ((4, "lr"), (9, "weight_decay"), (6, "betas"))
-        ),
-        *(
-            (fault("momentum", 5 + n, name), f"step {5 + n}, rank 0, update: {name}")
-            for n, name in enumerate(("net.0.weight", "net.5.weight"))
-        ),
-        (fault("statistics", 8, "net.1"), "step 8, rank 0, update: net.1.running_mean"),
-        *(
-            (fault("weight", 2 * n + 1, name), f"step {2 * n + 1}, rank 0, update: {name}")
-            for n, name in enumerate(PARAMETERS)
-        ),
-        (fault("weight", 0, "net.1.bias"), "step 0, rank 0, update: net.1.bias"),
-        *(
-            (fault("buffer", 7, f"net.1.{name}"), f"step 7, rank 0, update: net.1.{name}")
-            for name in ("running_mean", "running_var", "num_batches_tracked")
-        ),
+]
+MORE = [
+    (f"{DATA}.pixel=20", f"step {get_step(20)}, rank 0, data: batch.0"),
+    (f"{DATA}.label=11", f"step {get_step(11)}, rank 0, data: batch.1"),
+    (f"{DATA}.swap=[3, 9]", f"step {min(get_step(3), get_step(9))}, rank 0, data: batch.0"),
+    ("data.train.seed=4", "step 1, rank 0, data: sample ids"),
+    ("data.train.shuffle=false", "step 1, rank 0, data: sample ids"),
+    (fault("item", 9, "0"), "step 9, rank 0, data: batch.0"),
+    (fault("item", 5, "1"), "step 5, rank 0, data: batch.1"),
+    *(
+        (fault(kind, step, stream), f"step {step}, rank 0, random state: {stream}")
+        for kind, step in (("draw", 7), ("seed", 3))
+        for stream in ("python", "numpy", "torch")
+    ),
+    ("seed=4", "step 0, rank 0, update: net.0.weight"),
+    (fault("kernel", 10, "net.5"), "step 10, rank 0, forward: output of net.5"),
+    (fault("slope", 2, "net.2"), "step 2, rank 0, forward: output of net.2"),
+    (fault("eps", 8, "net.1"), "step 8, rank 0, forward: output of net.1"),
+    (fault("no_dropout", 5, "net.3"), "step 5, rank 0, forward: output of net.3"),
+    (fault("loss", 7), "step 7, rank 0, forward: output of loss"),
+    ("model.loss.label_smoothing=0.01", "step 1, rank 0, forward: output of loss"),
+    ("model.loss.reduction=sum", "step 1, rank 0, forward: output of loss"),
+    *(
+        (fault("gradient", 3 + n, name), f"step {3 + n}, rank 0, gradient: {name}")
+        for n, name in enumerate(PARAMETERS)
+        # The gradient of a bias before a BatchNorm is only rounding errors.
+        if name != "net.0.bias"
+    ),
+    (fault("zeroed", 6, "net.5.bias"), "step 6, rank 0, gradient: net.5.bias"),
+    (
+        "optim_wrapper={type: OptimWrapper, clip_grad: {max_norm: 0.01}}",
+        "step 1, rank 0, gradient: net.0.weight",
+    ),
+    *(
+        (fault("option", step, name), f"step {step}, rank 0, update: net.0.weight")
+        for step, name in ((4, "lr"), (9, "weight_decay"), (6, "betas"))
+    ),
+    *(
+        (fault("momentum", 5 + n, name), f"step {5 + n}, rank 0, update: {name}")
+        for n, name in enumerate(("net.0.weight", "net.5.weight"))
+    ),
+    (fault("statistics", 8, "net.1"), "step 8, rank 0, update: net.1.running_mean"),
+    *(
+        (fault("weight", 2 * n + 1, name), f"step {2 * n + 1}, rank 0, update: {name}")
+        for n, name in enumerate(PARAMETERS)
+    ),
+    (fault("weight", 0, "net.1.bias"), "step 0, rank 0, update: net.1.bias"),
+    *(
+        (fault("buffer", 7, f"net.1.{name}"), f"step 7, rank 0, update: net.1.{name}")
+        for name in ("running_mean", "running_var", "num_batches_tracked")
     ),
 ]
+# Of these, one or two of each part of a step are slow; the others run at night.
+IN_CI = {
+    "data.train.shuffle=false",
+    "seed=4",
+    fault("draw", 7, "numpy"),
+    fault("no_dropout", 5, "net.3"),
+    fault("gradient", 3, "net.0.weight"),
+    fault("option", 4, "lr"),
+    fault("buffer", 7, "net.1.running_var"),
+}
+ALONE += [case for more in MORE for case in (slow if more[0] in IN_CI else nightly)(more)]
 ON_TWO_RANKS = [
     (fault("seed", 2, "numpy", rank=1), "step 2, rank 1, random state: numpy"),
     (fault("item", 3, "0", rank=1), "step 3, rank 1, data: batch.0"),
@@ -248,13 +259,11 @@ def test_the_section_and_the_hook_exclude_each_other(
 
 @pytest.mark.slow
 def test_runs_of_two_ranks_are_repeated_on_two(config: Path) -> None:
-    def command(*words: str) -> subprocess.CompletedProcess[str]:
-        program = [sys.executable, "-m", "stepwrap.runner", *words]
-        return subprocess.run(program, capture_output=True, text=True, timeout=200, check=False)
-
     for run_dir, *more in (["a"], ["b", fault("item", 3, "0", rank=1)]):
-        done = command("train", "faults.yaml", "--nproc=2", "--run-dir", run_dir, SPARSE, *more)
+        done = ended(
+            *COMMAND, "train", "faults.yaml", "--nproc=2", "--run-dir", run_dir, SPARSE, *more
+        )
         assert done.returncode == 0, done.stderr
-    done = command("bisect", "a", "b")
+    done = ended(*COMMAND, "bisect", "a", "b")
     assert (done.returncode, done.stderr) == (3, "")
     assert done.stdout.splitlines()[-1] == "the runs first differ at step 3, rank 1, data: batch.0"

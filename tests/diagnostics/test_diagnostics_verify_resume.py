@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import unsaved_parts
+from marks import nightly
 from runner_parts import Command
 
 from stepwrap.diagnostics import read_ledger
@@ -79,8 +80,19 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+# One fault each in a data set, a model and a hook.
+IN_CI = (0, 7, 9)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("overrides", "difference", "line"), FAULTS)
+@pytest.mark.parametrize(
+    ("overrides", "difference", "line"),
+    [
+        case
+        for number, fault in enumerate(FAULTS)
+        for case in ([fault] if number in IN_CI else nightly(fault))
+    ],
+)
 def test_state_outside_checkpoints_is_named(
     overrides: list[str], difference: str, line: str, config: Path, capsys: Capture
 ) -> None:
@@ -191,7 +203,7 @@ def test_all_ranks_are_killed_and_compared(start: Start, config: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("more", "code", "texts"), ELASTIC)
+@pytest.mark.parametrize(("more", "code", "texts"), [ELASTIC[0], *nightly(*ELASTIC[1:])])
 def test_a_resume_on_other_ranks_has_the_same_samples(
     more: list[str], code: int, texts: list[str], config: Path, capsys: Capture
 ) -> None:
@@ -203,7 +215,7 @@ def test_a_resume_on_other_ranks_has_the_same_samples(
     assert [text in line for text, line in zip(texts, out[3:], strict=True)] == [True] * len(texts)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_samples_that_fill_up_an_epoch_of_one_update_are_not_compared(
     config: Path, capsys: Capture
 ) -> None:
@@ -220,8 +232,10 @@ def test_samples_that_fill_up_an_epoch_of_one_update_are_not_compared(
     "words",
     [
         ["digits_single", "train.max_epochs=2"],
-        ["digits_ddp", "train.max_epochs=1", "--nproc=3"],
-        ["digits_ddp", "train.max_epochs=1", "--nproc=4", "wrapper.type=separate"],
+        *nightly(
+            ["digits_ddp", "train.max_epochs=1", "--nproc=3"],
+            ["digits_ddp", "train.max_epochs=1", "--nproc=4", "wrapper.type=separate"],
+        ),
     ],
 )
 def test_shipped_configs_resume_exactly(words: list[str], capsys: Capture) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 from pages import page
-from programs import ended
 from source_tree import ROOT
+from warm import ended
 
 import stepwrap.collectives
 import stepwrap.diagnostics
@@ -101,7 +101,7 @@ def test_an_error_of_the_catalogue_occurs(title: str, tmp_path: Path) -> None:
     assert follow(entry.partition("\n## ")[0], tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_tutorial_on_configs_trains_the_same_on_two_processes(tmp_path: Path) -> None:
     text = page("tutorial_config")
     follow(text.partition("## 4. ")[0], tmp_path)

@@ -103,14 +103,16 @@ def test_the_demo_installs_no_more_than_it_needs() -> None:
     assert extras("test") >= extras("demo") | {"lightning", "mmengine", "tensorboard", "test"}
 
 
-def test_slow_tests_are_left_out_of_make_test_alone() -> None:
+def test_each_target_leaves_out_the_slower_tests() -> None:
     def tests_run(target: str) -> str:
         (line,) = [
             line for line in run("make", "-n", target, cwd=ROOT).splitlines() if "-m pytest" in line
         ]
-        return line
+        return line.strip()
 
-    assert tests_run("test").split() == [*tests_run("test-all").split(), "-m", '"not', 'slow"']
+    every = tests_run("test-nightly")
+    assert tests_run("test") == f'{every} -m "not slow and not nightly"'
+    assert tests_run("test-all") == f'{every} -m "not nightly"'
     assert re.findall(r"^make (.*)$", (ROOT / ".ci/run").read_text(), flags=re.MULTILINE) == [
         "check",
         "test-all",
@@ -129,7 +131,7 @@ def test_another_torch_is_installed_in_a_fresh_environment() -> None:
     assert "\ntorch==" not in pins
     (install,) = [line for line in lines if "torch==9.8.7" in line]
     assert lines.index(install) < lines.index(next(line for line in lines if " -e " in line))
-    assert lines[-1].endswith('-m "not slow"')
+    assert lines[-1].endswith('-m "not slow and not nightly"')
 
 
 def test_the_page_on_installing_lists_the_tested_torch() -> None:

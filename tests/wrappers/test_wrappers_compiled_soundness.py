@@ -63,6 +63,19 @@ def test_another_layout_of_memory() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
+def test_some_changes(change: Change) -> None:
+    """Four cases of each change, drawn alike in every run; `test_any_changes` draws more."""
+    drawn = random.Random(CHANGES.index(change))
+    for case in range(4):
+        others = {drawn.randrange(3, STEPS): drawn.choice(CHANGES) for _ in range(case % 3)}
+        # Early, late, early and late; twice with each optimizer.
+        step = drawn.randrange(3, STEPS // 2) + case % 2 * STEPS // 2
+        optimizer = (sgd, adamw)[case // 2]
+        assert_same(1e-10, Net, optimizer, at({**others, step: change}))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("change", CHANGES)
 @settings(max_examples=22, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     step=st.integers(3, STEPS - 1),

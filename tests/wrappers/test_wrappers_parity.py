@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from marks import slow
+from marks import nightly, slow
 from parity_cells import (
     BOUNDS,
     KINDS,
@@ -34,13 +35,19 @@ ROWS = [
     ("separate", 2),
 ]
 QUICK = {("single", 1), ("ddp", 2)}
-CASES = [row for row_kind in ROWS for row in ([row_kind] if row_kind in QUICK else slow(row_kind))]
+# One row with sharding and one with four ranks are slow; the others run at night.
+IN_CI = {("fsdp", 2), ("fsdp x tp", 4)}
+
+
+def by_run(row: tuple[str, int], quick: set[tuple[str, int]]) -> list[Any]:
+    if row in quick:
+        return [row]
+    return slow(row) if row in IN_CI else nightly(row)
+
+
+CASES = [case for row in ROWS for case in by_run(row, QUICK)]
 # Quick tests of test_wrappers_optimizer_fit.py also compare fsdp with plain PyTorch.
-LOADS = [
-    row
-    for row_kind in ROWS
-    for row in ([row_kind] if row_kind in {*QUICK, ("fsdp", 2)} else slow(row_kind))
-]
+LOADS = [case for row in ROWS for case in by_run(row, {*QUICK, ("fsdp", 2)})]
 RECIPES = [
     Recipe(model, *how, steps=STEPS)
     for model in ("transformer", "cnn")
