@@ -48,7 +48,7 @@ START_TIMEOUT_S = 120.0
 # How long the other ranks may run after one has failed.
 GRACE_S = 5.0
 # How long a teardown may take; it collects garbage, and the machine may be busy.
-TEARDOWN_S = 30.0
+TEARDOWN_S = 90.0
 
 
 class RanksError(RuntimeError):
@@ -71,7 +71,7 @@ def run_ranks(
     fn: Callable[..., T],
     world_size: int = 2,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     group_timeout_s: float | None = None,
     init: bool = True,
     **kwargs: Any,

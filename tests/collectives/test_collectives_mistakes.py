@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,18 +159,21 @@ def test_calls_without_a_first_message_agree_while_tracing() -> None:
         assert outcomes[-1] == ("TypeError", "data must be a torch.Tensor, got float")
 
 
-def _make_a_raw_mistake() -> tuple[str, str]:
+def _make_a_raw_mistake(ended: Path) -> tuple[str, str]:
     if dist.get_rank() == 0:
-        return outcome(all_reduce, ONE.clone())
+        answer = outcome(all_reduce, ONE.clone())
+        ended.touch()
+        return answer
     refused = outcome(all_reduce, 1.0)
     # Stay alive until the other rank has timed out.
-    time.sleep(2)
+    while not ended.exists():
+        time.sleep(0.01)
     return refused
 
 
 @pytest.mark.slow
-def test_calls_without_a_first_message_end_at_the_timeout() -> None:
-    rank_0, second = run_ranks(_make_a_raw_mistake, 2, group_timeout_s=1)
+def test_calls_without_a_first_message_end_at_the_timeout(tmp_path: Path) -> None:
+    rank_0, second = run_ranks(_make_a_raw_mistake, 2, tmp_path / "ended", group_timeout_s=1)
     assert rank_0[0] == "CollectiveError"
     assert "rank 1 has not arrived" in rank_0[1]
     assert second == ("TypeError", "data must be a torch.Tensor, got float")

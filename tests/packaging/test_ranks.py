@@ -76,7 +76,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(map(_is_alive, pids)):
         assert time.monotonic() < deadline, f"still alive: {[p for p in pids if _is_alive(p)]}"
         time.sleep(0.02)

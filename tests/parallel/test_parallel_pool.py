@@ -52,7 +52,7 @@ def run_all(targets):
 def test_apply(pool):
     assert pool.apply(work.add, (1,), {"second": 2}) == 3
     assert pool.apply(work.add, [1]) == 1
-    assert pool.apply_async(work.square, (4,)).get(20) == 16
+    assert pool.apply_async(work.square, (4,)).get(60) == 16
 
 
 @pytest.mark.parametrize("chunksize", [None, 1, 3, 100])
@@ -62,7 +62,7 @@ def test_map(pool, chunksize):
     assert pool.map(work.square, iter(numbers), chunksize) == [n * n for n in numbers]
     pairs = [(n, n + 1) for n in numbers]
     assert pool.starmap(work.add, pairs, chunksize) == [2 * n + 1 for n in numbers]
-    assert pool.starmap_async(work.add, pairs, chunksize).get(20) == [2 * n + 1 for n in numbers]
+    assert pool.starmap_async(work.add, pairs, chunksize).get(60) == [2 * n + 1 for n in numbers]
 
 
 @pytest.mark.parametrize("chunksize", [1, 4, 100])
@@ -76,7 +76,7 @@ def test_imap(pool, chunksize):
 def test_nothing_to_do(pool):
     called = []
     assert pool.map(work.square, []) == []
-    assert pool.map_async(work.square, [], callback=called.append).get(20) == []
+    assert pool.map_async(work.square, [], callback=called.append).get(60) == []
     assert called == [[]]
     assert list(pool.imap(work.square, [])) == []
     assert list(pool.imap_unordered(work.square, iter([]), 3)) == []
@@ -112,7 +112,7 @@ def test_not_ready(pool):
     iterator = pool.imap(work.nap, [0.3])
     with pytest.raises(TimeoutError, match=r"imap\(nap\)"):
         iterator.next(timeout=0.01)
-    assert iterator.next(timeout=20) == 0.3
+    assert iterator.next(timeout=60) == 0.3
     call.wait(20)
     assert call.ready()
     assert call.successful()
@@ -123,14 +123,14 @@ def test_not_ready(pool):
 
 def test_callbacks(pool):
     values, errors = queue.SimpleQueue(), queue.SimpleQueue()
-    pool.apply_async(work.square, (3,), callback=values.put, error_callback=errors.put).get(20)
-    assert values.get(timeout=20) == 9
-    pool.map_async(work.square, [1, 2], callback=values.put, error_callback=errors.put).get(20)
-    assert values.get(timeout=20) == [1, 4]
+    pool.apply_async(work.square, (3,), callback=values.put, error_callback=errors.put).get(60)
+    assert values.get(timeout=60) == 9
+    pool.map_async(work.square, [1, 2], callback=values.put, error_callback=errors.put).get(60)
+    assert values.get(timeout=60) == [1, 4]
     pool.apply_async(work.fail, ("x",), callback=values.put, error_callback=errors.put)
-    assert isinstance(errors.get(timeout=20), KeyError)
+    assert isinstance(errors.get(timeout=60), KeyError)
     pool.starmap_async(work.fail_at, [(1, 1)], error_callback=errors.put)
-    assert isinstance(errors.get(timeout=20), ValueError)
+    assert isinstance(errors.get(timeout=60), ValueError)
     assert values.empty()
     assert errors.empty()
 
@@ -302,7 +302,7 @@ def test_the_end_calls_the_pools_methods(kind):
     pool = kind(1)
     assert pool.apply(work.square, (3,)) == 9
     pool.close()
-    pool.join(20)
+    pool.join(60)
     assert pool.steps[-1] == "join_workers"
     assert "terminate_workers" not in pool.steps
 
@@ -317,7 +317,7 @@ def test_worker_of_a_base_pool_dies():
     """Only its current task is lost."""
     with BasePool(2) as pool:
         with pytest.raises(WorkerDiedError, match="SIGKILL"):
-            pool.apply_async(work.kill_self).get(20)
+            pool.apply_async(work.kill_self).get(60)
         assert pool.map(work.square, range(6), 1) == [n * n for n in range(6)]
 
 
@@ -329,9 +329,9 @@ def test_worker_of_a_pool_with_its_own_queues_dies(func, args, words):
     """Its task is unknown, so the pool reports that it is broken."""
     pool = QueuePool(2)
     with pytest.raises(BrokenPoolError, match=f"{words}.* not known which task is lost"):
-        pool.apply_async(func, args).get(20)
+        pool.apply_async(func, args).get(60)
     pool.terminate()
-    pool.join(20)
+    pool.join(60)
 
 
 def test_worker_of_a_pool_with_its_own_queues_is_replaced():

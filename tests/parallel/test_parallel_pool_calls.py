@@ -28,7 +28,7 @@ def test_arguments_that_are_none(pool):
         pool.apply_async(work.square, (5,), "keywords")
     assert pool.apply(work.square, (5,)) == 25
     pool.close()
-    pool.join(20)
+    pool.join(60)
 
 
 class Interrupted(Pool):
@@ -60,7 +60,7 @@ def test_interrupted_while_tasks_are_handed_over(call):
             CALLS[call](pool)
         assert pool.map(work.square, range(5), 1) == [0, 1, 4, 9, 16]
         pool.close()
-        pool.join(20)
+        pool.join(60)
 
 
 def test_interrupted_in_the_input(pool):
@@ -79,7 +79,7 @@ def test_interrupted_in_the_input(pool):
         next(iterator)
     assert list(iterator) == [4]
     pool.close()
-    pool.join(20)
+    pool.join(60)
 
 
 @pytest.mark.parametrize("method", ["imap", "imap_unordered"])
@@ -95,7 +95,7 @@ def test_slow_input_does_not_hold_up_results(pool, method):
     iterator = getattr(pool, method)(work.square, numbers(), lookahead=1000)
     assert next(iterator) in {n * n for n in consumed}
     assert len(consumed) < 1000
-    iterator.next(timeout=20)
+    iterator.next(timeout=60)
     assert len(consumed) < 1000
 
 
@@ -196,7 +196,7 @@ def test_join_in_a_callback():
         pool.apply_async(may_end.wait, (60,), callback=join)
         pool.close()
         may_end.set()
-        assert "a callback cannot join its pool" in str(errors.get(timeout=20))
+        assert "a callback cannot join its pool" in str(errors.get(timeout=60))
         assert list(iterator) == [n * n for n in range(9)]
 
 

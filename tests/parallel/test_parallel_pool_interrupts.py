@@ -69,7 +69,7 @@ def test_interrupted_while_waiting(kind, call, tmp_path):
         pool = KINDS[kind]()
         other = pool.map_async(work.square, range(50), 1)
         interrupted(call, pool, tmp_path).touch()
-        assert other.get(30) == pool.map(work.square, range(50), 1) == [n * n for n in range(50)]
+        assert other.get(60) == pool.map(work.square, range(50), 1) == [n * n for n in range(50)]
         pool.close()
         pool.join(30)
         del pool, other

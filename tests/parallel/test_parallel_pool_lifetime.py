@@ -64,7 +64,7 @@ def test_terminate_fails_outstanding_calls(make):
                 result.get(10)
         with pytest.raises(PoolTerminatedError):
             next(iterator)
-        pool.join(20)
+        pool.join(60)
         del pool, iterator, running, queued, result
 
 
@@ -87,7 +87,7 @@ def test_with_terminates(make):
             assert pool.apply(work.square, (3,)) == 9
         with pytest.raises(ValueError, match="Pool not running"):
             pool.map(work.square, [1])
-        pool.join(20)
+        pool.join(60)
         del pool
 
 
@@ -109,7 +109,7 @@ def test_results_keep_their_pool(make):
     with nothing_left():
         call = make().apply_async(work.nap, (0.2,))
         gc.collect()
-        assert call.get(20) == 0.2
+        assert call.get(60) == 0.2
         del call
 
 
@@ -133,15 +133,15 @@ def test_close_then_terminate(make):
             call.get(10)
         pool.terminate()
         pool.close()
-        pool.join(20)
+        pool.join(60)
         del pool, call
 
 
 def test_terminate_in_a_callback(make):
     pool = make()
     call = pool.apply_async(work.square, (3,), callback=lambda _: pool.terminate())
-    assert call.get(20) == 9
-    pool.join(20)
+    assert call.get(60) == 9
+    pool.join(60)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_workers_end_with_a_killed_parent(method):
     pids = [int(pid) for pid in program.stdout.readline().split()]
     assert len(pids) == 2
     program.kill()
-    program.communicate(timeout=20)
+    program.communicate(timeout=60)
     wait_until(lambda: not any(map(is_running, pids)), 20)
 
 
@@ -287,7 +287,7 @@ def test_program_ends_with_an_open_pool(is_daemon):
         threads = ThreadPool(2)
         call = pool.apply_async(work.nap, (60,)), threads.apply_async(work.nap, (60,))
     """)
-    pid, _ = program.communicate(timeout=30)
+    pid, _ = program.communicate(timeout=60)
     assert program.returncode == 0
     wait_until(lambda: not is_running(int(pid)), 10)
 

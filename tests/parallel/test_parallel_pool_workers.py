@@ -34,7 +34,7 @@ def test_many_functions_in_turn(then):
         if then == "map":
             assert pool.map(work.square, range(200), 1) == [n * n for n in range(200)]
         pool.close()
-        pool.join(20)
+        pool.join(60)
 
 
 @pytest.mark.parametrize("lookahead", [1, 3])
@@ -124,6 +124,6 @@ def test_children_that_others_wait_for(handler):
                         pool.apply(work.leave)
                     assert pool.map(work.square, range(9), 1) == [n * n for n in range(9)]
                     pool.close()
-                    pool.join(20)
+                    pool.join(60)
     finally:
         signal.signal(signal.SIGCHLD, before)

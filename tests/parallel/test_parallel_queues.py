@@ -149,7 +149,7 @@ def test_connections_can_be_sent() -> None:
     ours, theirs = multiprocessing.Pipe()
     inbox, back, process = served(multiprocessing.get_context("fork"), echo)
     inbox.put(theirs)
-    arrived = back.get(30)
+    arrived = back.get(60)
     arrived.send("through")
     assert ours.poll(30)
     assert ours.recv() == "through"
@@ -190,6 +190,6 @@ def test_get_is_woken_by_a_put() -> None:
     timer = threading.Timer(0.1, queue.get_sub_queue(1).put, (5,))
     timer.start()
     begun = time.monotonic()
-    assert queue.get(30) == 5
+    assert queue.get(60) == 5
     assert time.monotonic() - begun < 25
     timer.join()

@@ -68,12 +68,12 @@ def test_a_killed_writer_leaves_only_whole_messages() -> None:
     values = [bytes(20_000), bytes(200_000), 1]
     writers = [started(FORK, put_for_ever, queue, value) for value in values]
     for _ in range(100):
-        assert queue.get(30) in values
+        assert queue.get(60) in values
     for writer in writers:
         _killed(writer)
     reader = started(FORK, count_until_none, queue, back)
     queue.put(None)
-    assert all(value in values for value in back.get(30))
+    assert all(value in values for value in back.get(60))
     assert ended(reader) == 0
 
 
@@ -85,7 +85,7 @@ def test_every_message_goes_to_exactly_one_reader() -> None:
         queue.put(number)
     for _ in readers:
         queue.put(None)
-    arrived = [back.get(30) for _ in readers]
+    arrived = [back.get(60) for _ in readers]
     assert sorted(sum(arrived, [])) == list(range(3000))
     assert all(numbers == sorted(numbers) for numbers in arrived)
     assert [ended(reader) for reader in readers] == [0, 0, 0]
@@ -94,9 +94,9 @@ def test_every_message_goes_to_exactly_one_reader() -> None:
 def test_values_of_a_dead_writer_arrive_before_the_end() -> None:
     queue: Any = SimpleP2PQueue()
     writer = started(FORK, put_and_die, queue, b"last words" * 10_000)
-    assert queue.get(30) == b"last words" * 10_000
+    assert queue.get(60) == b"last words" * 10_000
     with pytest.raises(EOFError):
-        queue.get(30)
+        queue.get(60)
     assert ended(writer) == -signal.SIGKILL
 
 
@@ -106,7 +106,7 @@ def test_put_to_a_dead_reader(unread: int) -> None:
     back: Any = SimpleQueue()
     reader = started(FORK, get_one_and_wait, queue, back)
     queue.put(1)
-    assert back.get(30) == 1
+    assert back.get(60) == 1
     os.kill(reader.pid or 0, signal.SIGSTOP)
     os.waitpid(reader.pid or 0, os.WUNTRACED)
     for number in range(unread):
@@ -121,7 +121,7 @@ def test_a_waiting_put_fails_when_its_reader_dies() -> None:
     back: Any = SimpleQueue()
     reader = started(FORK, get_one_and_wait, queue, back)
     queue.put(1)
-    assert back.get(30) == 1
+    assert back.get(60) == 1
     os.kill(reader.pid or 0, signal.SIGSTOP)
     killer = threading.Timer(0.3, os.kill, (reader.pid, signal.SIGKILL))
     killer.start()
@@ -138,7 +138,7 @@ def test_the_sides_of_a_queue_for_two() -> None:
     queue.put(1)
     with pytest.raises(OSError, match="puts into the queue and cannot get from it"):
         queue.get(1)
-    assert back.get(30) == 1
+    assert back.get(60) == 1
     _killed(reader)
 
 
@@ -175,10 +175,10 @@ def test_multi_get_ends_when_all_writers_have() -> None:
     for index in range(2):
         writer = started(context, put_and_die, queues.get_sub_queue(index), index)
         assert ended(writer) == -signal.SIGKILL
-    assert sorted([queues.get(30), queues.get(30)]) == [0, 1]
+    assert sorted([queues.get(60), queues.get(60)]) == [0, 1]
     for _ in range(2):
         with pytest.raises(EOFError):
-            queues.get(30)
+            queues.get(60)
 
 
 @pytest.mark.parametrize(("count", "spare"), [(3, 0), (3, 1), (200, 2)])
@@ -207,7 +207,7 @@ def test_more_tensors_than_a_message_takes_descriptors() -> None:
     queue: Any = SimpleQueue()
     tensors = [torch.full((3,), float(number)) for number in range(600)]
     queue.put(tensors)
-    arrived = queue.get(30)
+    arrived = queue.get(60)
     assert [tensor[0].item() for tensor in arrived] == list(range(600))
     assert all(
         sent.data_ptr() == other.data_ptr() for sent, other in zip(tensors, arrived, strict=True)

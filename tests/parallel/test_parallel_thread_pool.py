@@ -39,7 +39,7 @@ def test_everything_by_reference():
         with pytest.raises(Mine):
             pool.apply(fail)
         with pytest.raises(RemoteError, match="SystemExit: 3") as caught:
-            pool.apply_async(exit, (3,)).get(20)
+            pool.apply_async(exit, (3,)).get(60)
         assert isinstance(caught.value.__cause__, SystemExit)
         assert pool.size() == 2
 
@@ -56,7 +56,7 @@ def test_threads():
         with ThreadPool(3) as pool:
             pool.map(meet, range(3), 1)
             assert len(names) == 3
-        pool.join(20)
+        pool.join(60)
         assert not any(thread.is_alive() for thread in names)
         del pool
 
@@ -67,7 +67,7 @@ def test_terminate_ends_idle_threads(kind):
         pool = kind(2)
         assert pool.apply(abs, (-3,)) == 3
         pool.terminate()
-        pool.join(20)
+        pool.join(60)
         del pool
 
 
@@ -91,7 +91,7 @@ def test_terminate_does_not_wait_for_running_tasks(kind):
             with pytest.raises(PoolTerminatedError):
                 call.get(0)
         release.set()
-        pool.join(20)
+        pool.join(60)
         assert ran == []
         del pool, running, queued, call
 
@@ -107,9 +107,9 @@ def test_initializer():
 
     pool = ThreadPool(2, fails)
     with pytest.raises(BrokenPoolError, match="no device"):
-        pool.apply_async(print).get(20)
+        pool.apply_async(print).get(60)
     pool.terminate()
-    pool.join(20)
+    pool.join(60)
 
 
 def test_contexts_of_two_pools_keep_apart():
@@ -119,8 +119,8 @@ def test_contexts_of_two_pools_keep_apart():
     ):
         results = numbers.map_async(lambda context, n: (context, n), range(50), 1)
         two = second.map_async(lambda context, n: (context, n), range(50), 1)
-        assert {context for context, _ in results.get(20)} <= {1, 2}
-        assert {context for context, _ in two.get(20)} <= {"a", "b"}
+        assert {context for context, _ in results.get(60)} <= {1, 2}
+        assert {context for context, _ in two.get(60)} <= {"a", "b"}
     with CtxThreadPool(1) as pool:
         assert pool.apply(lambda context: context) is None
     with pytest.raises(ValueError, match="Context number is not equal"):

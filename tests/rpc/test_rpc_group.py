@@ -10,7 +10,7 @@ import pytest
 import torch
 from marks import slow
 from torch.distributed.rpc import get_worker_info
-from worlds import in_group, in_world, raised_by, remote_traceback
+from worlds import in_group, in_world, let_go, raised_by, remote_traceback, wait_for_members
 
 from stepwrap.rpc import RpcException, RpcGroup, RpcReference, World, get_cur_name
 
@@ -238,10 +238,11 @@ def test_values_under_keys(size: int) -> None:
 
 def _meet(world: World, group: RpcGroup) -> Any:
     if world.rank == 2:
-        time.sleep(0.6)
+        wait_for_members(2)
         group.barrier()
         return None
     answer = raised_by(group.barrier, timeout=0.2)
+    group.rpc_sync("w2", let_go)
     group.barrier()
     return answer
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from ranks import on_ranks, run_ranks
-from worlds import error_of, in_group
+from worlds import error_of, in_group, let_go, wait_for_members
 
 from stepwrap.rpc import RpcGroup, World
 from stepwrap.rpc.calls import node as node_of
@@ -17,7 +17,7 @@ from stepwrap.rpc.calls.directory import Directory
 
 def _two_threads(world: World, group: RpcGroup) -> list[str]:
     if world.rank != 0:
-        time.sleep(2.5)
+        wait_for_members(1)
         return []
     pair = [
         threading.Thread(target=lambda: answers.append(error_of(group.barrier, timeout=1.5))),
@@ -29,6 +29,7 @@ def _two_threads(world: World, group: RpcGroup) -> list[str]:
         time.sleep(0.2)
     for thread in pair:
         thread.join()
+    group.rpc_sync("w1", let_go)
     return answers
 
 
@@ -55,8 +56,9 @@ def _old_and_new(world: World, group: RpcGroup) -> Any:
     new_group = world.create_rpc_group("pair", ["w0", "w1"])
     if world.rank == 1:
         answer.append(error_of(new_group.barrier, timeout=0.3))
+        group.rpc_sync("w0", let_go)
     else:
-        time.sleep(0.6)
+        wait_for_members(1)
     new_group.barrier()
     return answer
 
@@ -68,11 +70,15 @@ def test_a_barrier_of_a_destroyed_group_does_not_match_its_successors() -> None:
 
 
 def _one_is_late(world: World, group: RpcGroup) -> str:
+    # The first two members begin to wait at the same time.
+    group.barrier()
     if world.rank == 2:
-        time.sleep(1.2)
+        wait_for_members(1)
         group.barrier()
         return ""
-    answer = error_of(group.barrier, timeout=0.3 + 0.3 * world.rank)
+    answer = error_of(group.barrier, timeout=0.5 + 0.5 * world.rank)
+    if world.rank == 1:
+        group.rpc_sync("w2", let_go)
     group.barrier()
     return answer
 
@@ -80,8 +86,8 @@ def _one_is_late(world: World, group: RpcGroup) -> str:
 def test_a_member_that_timed_out_is_not_reported_as_missing() -> None:
     answers = in_group(_one_is_late)
     assert answers[:2] == [
-        "RpcError: barrier of group 'all': 'w2' has not arrived within 0.3 s",
-        "RpcError: barrier of group 'all': 'w2' has not arrived within 0.6 s",
+        "RpcError: barrier of group 'all': 'w2' has not arrived within 0.5 s",
+        "RpcError: barrier of group 'all': 'w2' has not arrived within 1 s",
     ]
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import multiprocessing
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,18 @@ from stepwrap.rpc import (
 )
 
 Body = Callable[..., Any]
+_messages = threading.Semaphore(0)
+
+
+def let_go() -> None:
+    """Called in another member by rpc: let its `wait_for_members` continue."""
+    _messages.release()
+
+
+def wait_for_members(count: int) -> None:
+    """Wait until `count` other members have called `let_go` here."""
+    for _ in range(count):
+        assert _messages.acquire(timeout=60)
 
 
 def remote_traceback(error: BaseException) -> str:

@@ -191,7 +191,7 @@ class Command:
             if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         )
 
-    def wait_gone(self, limit_s: float = 15.0) -> list[int]:
+    def wait_gone(self, limit_s: float = 60.0) -> list[int]:
         """Wait until none of its processes is left, and return those that still are."""
         limit = time.monotonic() + limit_s
         while (remaining := self.left_over()) and time.monotonic() < limit:

@@ -209,10 +209,11 @@ def test_the_timeout_names_missing_copies() -> None:
 
 def test_a_slow_combine_is_waited_for() -> None:
     def combine(messages: list[int]) -> list[int]:
-        time.sleep(0.3)
+        time.sleep(0.8)
         return total(messages)
 
-    assert run_copies(ReplicationSession(2, timeout_s=0.1), meeting(combine)) == [2, 2]
+    # The copies must meet within the time, also on a busy machine.
+    assert run_copies(ReplicationSession(2, timeout_s=0.5), meeting(combine)) == [2, 2]
 
 
 def test_an_interrupt_of_a_waiting_copy() -> None:
