@@ -8,6 +8,7 @@ Use `programs.py` for tests of imports, interpreter options, and the environment
 from __future__ import annotations
 
 import atexit
+import builtins
 import gc
 import multiprocessing.process
 import os
@@ -219,8 +220,10 @@ def _interpret(first: str, *words: str) -> None:
         sys.path.insert(0, os.getcwd())
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         return
-    main = types.ModuleType("__main__")
-    sys.modules["__main__"] = main
+    # The template's own main module, without its content: other modules may refer to it.
+    main = sys.modules["__main__"]
+    vars(main).clear()
+    vars(main).update(vars(types.ModuleType("__main__")), __builtins__=builtins)
     if first == "-c":
         text, *arguments = words
         sys.argv[:] = ["-c", *arguments]

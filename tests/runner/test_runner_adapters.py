@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from marks import slow
+from marks import nightly, slow
 from parallel_runs import BATCH, PLAN, Sentences, Transformer, settings
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -122,6 +122,7 @@ FORMS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "fsdp on 4": (4, 4, {"wrapper": {"type": "fsdp", "shard": ["Block"]}}),
     "meta": (2, 2, {"wrapper": {"type": "fsdp", "shard": ["Block"]}, "init_device": "meta"}),
 }
+ON_FOUR = ("ddp on 4", "fsdp on 4")
 
 
 # Raised inside torch's compiler, which hides it outside tests.
@@ -132,10 +133,11 @@ FORMS: dict[str, tuple[int, int, dict[str, Any]]] = {
         ("single", "LoRA"),
         ("fsdp", "LoRA"),
         *slow(
-            *((form, "LoRA") for form in FORMS if form not in ("single", "fsdp")),
+            *((form, "LoRA") for form in FORMS if form not in ("single", "fsdp", *ON_FOUR)),
             *(("single", adapter) for adapter in ADAPTERS if adapter != "LoRA"),
             *(("fsdp", "IA3"), ("ddp", "DoRA"), ("meta", "LoHa")),
         ),
+        *nightly(*((form, "LoRA") for form in ON_FOUR)),
     ],
 )
 def test_like_plain_peft_and_after_a_resume(form: str, adapter: str) -> None:

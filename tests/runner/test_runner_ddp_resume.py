@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from marks import slow
+from marks import nightly, slow
 from ranks import run_ranks
 from runner_parts import records
 from test_runner_ddp_options import HERE, SAMPLES, settings
@@ -115,8 +115,8 @@ COMPILED: dict[str, Any] = {
             ({"type": "ddp", "sync_batchnorm": {"precision": "fp64"}}, NORMED, 3, 4),
             ({"type": "ddp"}, WEIGHTED, 3, 3),
             ({"type": "ddp"}, COMPILED, 2, 3),
-            ({"type": "ddp"}, COMPILED, 4, 4),
         ),
+        *nightly(({"type": "ddp"}, COMPILED, 4, 4)),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from marks import slow
+from marks import nightly, slow
 from parallel_runs import OPTIMIZERS, PLAN, SEQUENCE_PLAN, Transformer, by_hand, settings, trained
 from ranks import run_ranks
 from weights import apart
@@ -44,7 +44,7 @@ def with_(optimizer: str, data_size: int, dtype: str = "float64", **sections: An
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-12), *slow(("float32", 2e-6))])
+@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-12), *nightly(("float32", 2e-6))])
 def test_split_over_two_ranks(optimizer: str, dtype: str, limit: float) -> None:
     assert worst(2, with_(optimizer, 1, dtype, mesh={"tensor": 2}, **TP)) <= limit
 
@@ -57,7 +57,9 @@ def test_split_over_two_ranks(optimizer: str, dtype: str, limit: float) -> None:
         *slow(
             ("ddp", "AdamW", "float64", 1e-12),
             ("fsdp", "SGD", "float64", 1e-12),
-            *((wrapper, two, "float32", 2e-6) for wrapper in ("ddp", "fsdp") for two in OPTIMIZERS),
+        ),
+        *nightly(
+            *((wrapper, two, "float32", 2e-6) for wrapper in ("ddp", "fsdp") for two in OPTIMIZERS)
         ),
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from compiled_runs import Change, assert_same, at, train
+from marks import nightly, slow
 from on_ranks import assert_near, on_ranks, same_on_ranks
 from torch import Tensor, distributed, nn
 
@@ -81,8 +82,7 @@ def test_200_steps_in_double_precision() -> None:
     assert len(wrapper.train_step.programs) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize("make", [*slow(sgd), *nightly(adamw)])
 def test_200_steps_in_single_precision(make: Make) -> None:
     assert_equal(make, batches(200), 1e-5)
 
