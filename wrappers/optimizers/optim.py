@@ -280,7 +280,7 @@ class Accumulation(OptimFeatures):
         if self.loss_weight is not None:
             return 1
         index, every = self._inner_count, self._accumulative_counts
-        start = self.window_start(index)
+        start = index - (index - self.counted_from) % every
         end = start + every
         if 0 < self.max_counts <= index:
             return every
