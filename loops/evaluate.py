@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from ..collectives import all_gather_object, distributed_available, failure_of, get_rank
 from ..registry import LOOPS
 from ..wrappers.features import model_features, optim_features
+from ..wrappers.steps.buffers import buffers_of_first_rank, restore_buffers, save_buffers
 from ..wrappers.steps.preprocess import get_device
 from ..wrappers.unwrap import user_model
 from .data.loaders import batches_from, get_length, peek_first_batch, size_before_padding
@@ -31,7 +32,6 @@ from .metrics.directions import find_directions
 from .metrics.inputs import MetricInputs
 from .rng import preserved_rng
 from .state import LoopState, Phase
-from .undo import buffer_restorer
 from .uneven_inputs import get_first_batch, true_on_all_ranks
 
 logger = logging.getLogger(__name__)
@@ -184,12 +184,15 @@ class _EvalLoop(Evaluation):
             preserved_rng(get_device(state.model)),
         ):
             hooks.emit("on_eval_start", state)
-            # Ranks have different running statistics; all evaluate with rank 0's, which are also
-            # in checkpoints.
-            model_features(state.model).sync_buffers()
             without_gradients = torch.inference_mode if self.inference_mode else torch.no_grad
             try:
-                with evaluation_mode(state.model), without_gradients():
+                # Ranks have different running statistics; all evaluate with rank 0's, which are
+                # also in checkpoints.
+                with (
+                    buffers_of_first_rank(state.model),
+                    evaluation_mode(state.model),
+                    without_gradients(),
+                ):
                     results = self._measure(state, hooks, poll)
             finally:
                 if self.inference_mode:
@@ -408,7 +411,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Put ``model`` into eval mode; restore its buffers and its modules' plain attributes."""
-    restore_buffers = buffer_restorer(model)
+    buffers = save_buffers(model)
     modules = user_model(model).modules()
     plain = [(vars(m), {n: v for n, v in vars(m).items() if type(v) in _PLAIN}) for m in modules]
     # Compiling for a validation batch first would change how training is compiled.
@@ -420,4 +423,4 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     finally:
         for attributes, values in plain:
             attributes.update(values)
-        restore_buffers()
+        restore_buffers(buffers)

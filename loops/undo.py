@@ -6,31 +6,11 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
-import torch
-from torch import nn
-
 from ..wrappers.features import model_features
+from ..wrappers.steps.buffers import restore_buffers, save_buffers
 from ..wrappers.steps.preprocess import get_device
-from ..wrappers.unwrap import user_model
 from .rng import capture_rng, restore_rng
 from .state import LoopState
-
-
-def buffer_restorer(model: nn.Module) -> Callable[[], None]:
-    """Return a function that restores the current values of the buffers of ``model``."""
-    saved = [
-        (module._buffers, name, buffer, buffer.detach().clone())
-        for module in user_model(model).modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-
-    def restore() -> None:
-        with torch.no_grad():
-            for owner, name, buffer, value in saved:
-                owner[name] = buffer.copy_(value)
-
-    return restore
 
 
 def window_restorer(state: LoopState) -> Callable[[], None]:
@@ -40,12 +20,12 @@ def window_restorer(state: LoopState) -> Callable[[], None]:
     batch to batch, but neither weights nor counters.
     """
     wrapper: Any = state.model
-    restore_buffers, device = buffer_restorer(wrapper), get_device(wrapper)
+    buffers, device = save_buffers(wrapper), get_device(wrapper)
     streams = capture_rng(device)
     carried = deepcopy(model_features(wrapper).step_state())
 
     def restore() -> None:
-        restore_buffers()
+        restore_buffers(buffers)
         restore_rng(streams, device)
         if carried:
             wrapper.load_step_state(carried)

@@ -21,6 +21,8 @@ class ModelFeatures:
         data_group: the ranks that see different batches; None if these are all ranks of the run.
         averages_ranks: whether a backward averages the gradients over ``data_group``.
         collective_eval: whether every rank of ``data_group`` must call each evaluation step.
+        own_buffers: whether each rank trains with its own buffers. If false, the next training
+            forward copies the first rank's to all ranks, or there is only one rank.
         uneven_inputs: how to treat ranks with fewer batches than others; None if all ranks need the
             same number.
         detect_anomalous_params: whether every step searches for parameters without a gradient.
@@ -29,6 +31,7 @@ class ModelFeatures:
     data_group: ProcessGroup | None = None
     averages_ranks: bool = False
     collective_eval: bool = False
+    own_buffers: bool = False
     uneven_inputs: Any = None
     detect_anomalous_params: bool = False
 

@@ -17,6 +17,7 @@ from ...primitives.notes import add_note
 from ...registry import HOOKS
 from ...wrappers.features import model_features, optim_features
 from ...wrappers.layout import as_global, copy_whole_, local_part, reshard
+from ...wrappers.steps.buffers import restore_buffers, save_buffers
 from ...wrappers.steps.preprocess import as_call, get_device
 from ...wrappers.unwrap import plain_name, user_model
 from ..checkpoints.shards import load_whole_tensors
@@ -337,12 +338,15 @@ class SWAHook(_AveragingHook):
             self._start(state)
         if not self._buffers or self._measured_at == self._count or state.dataloader is None:
             return
+        # The pass in training mode also changes buffers of other layers.
+        buffers = save_buffers(state.model)
         self._swap_in(state)
         try:
             _update_batch_norms(state)
             self._statistics = {name: buffer.clone() for name, buffer in self._buffers.items()}
         finally:
             self._restore_own_weights()
+            restore_buffers(buffers)
         self._measured_at = self._count
 
 

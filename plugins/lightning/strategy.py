@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
@@ -25,6 +25,7 @@ from ...wrappers import (
 from ...wrappers.features import model_features
 from ...wrappers.layout import get_parameters
 from ...wrappers.optimizers.first_update import compare_gradients
+from ...wrappers.steps.buffers import buffers_of_first_rank
 from .module import StepLightningModule
 from .shards import (
     FullStateStrategy,
@@ -80,6 +81,8 @@ class StepStrategy(FullStateStrategy):
         self._keeps_process = choice.own.get("start_method", "popen") == "popen"
         self._wrapped: Any = None
         self._is_sharded = False
+        # The context of the current evaluation.
+        self._evaluation: ExitStack | None = None
 
     def setup(self, trainer: Trainer) -> None:
         """Wrap the model for training and, if it is sharded, for evaluation."""
@@ -178,11 +181,20 @@ class StepStrategy(FullStateStrategy):
 
     def on_validation_start(self) -> None:
         """Copy rank 0's buffers to all ranks, because running statistics differ after training."""
-        model_features(self._wrapped).sync_buffers()
+        self._evaluation = ExitStack()
+        if self._wrapped is not None:
+            self._evaluation.enter_context(buffers_of_first_rank(self._wrapped))
         if self._is_sharded:
             check_equal_batches(get_module(self).trainer)
 
+    def on_validation_end(self) -> None:
+        """Give each rank the buffers back with which it trains."""
+        if self._evaluation is not None:
+            self._evaluation.close()
+            self._evaluation = None
+
     on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
 
     def teardown(self) -> None:
         """End the run and unwrap the module; a sharded module stays wrapped and sharded."""

@@ -215,3 +215,37 @@ def test_gradients_that_are_not_averaged_are_noticed() -> None:
     for text in run_ranks(_error_text, 2, Unaveraged):
         assert "different gradients" in text
     assert run_ranks(_error_text, 2, Manual) == ["", ""]
+
+
+class Centred(Automatic):
+    """Subtract a running mean, which each rank updates from its own batches."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(sgd=True)
+        self.register_buffer("mean", torch.zeros(64))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        images, labels = batch
+        pixels = images.flatten(1)
+        if self.training:
+            self.mean.mul_(0.9).add_(pixels.mean(0), alpha=0.1)
+        return torch.nn.functional.cross_entropy(self.net(pixels - self.mean), labels)
+
+
+def _weights_with(val_batches: int) -> torch.Tensor:
+    join_lightning()
+    options: dict[str, Any] = {"limit_val_batches": val_batches, "val_check_interval": 2}
+    trainer = make_trainer(StepStrategy(broadcast_buffers=False), **options)
+    module = Centred()
+    trainer.fit(module, loader(), loader("val"))
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def _distances() -> float:
+    return (_weights_with(0) - _weights_with(1)).abs().max().item()
+
+
+def test_validations_do_not_change_the_training_with_own_buffers() -> None:
+    assert run_ranks(_distances, 2, timeout_s=120) == [0.0, 0.0]

@@ -39,6 +39,10 @@ _REMEDY = (
 # The proposal of this folder's wrappers in a process without a group.
 REPLACED = "use wrap_model, which uses SingleDevice without a process group"
 _TORCH_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
+# Newer versions of torch have renamed the option `broadcast_buffers` and its attribute.
+_SYNC_BUFFERS = "forward_sync_buffers"
+if _SYNC_BUFFERS not in _TORCH_OPTIONS:
+    _SYNC_BUFFERS = "broadcast_buffers"
 
 
 class UnusedParametersError(RuntimeError):
@@ -230,6 +234,12 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
             state, function = self._hook.bind(self.process_group)
             self.register_comm_hook(state, unannotated(function))
 
+    @property
+    def own_buffers(self) -> bool:  # type: ignore[override]
+        """Whether the next forward does not copy the first rank's buffers to all ranks."""
+        copies = getattr(self, _SYNC_BUFFERS) and self.require_forward_param_sync
+        return not copies or bool(self.parameters_to_ignore)
+
     def set_loss_weight(self, loss_weight: Any) -> None:
         """Accept gradients that are weighted by a ``LossWeight``.
 
@@ -324,10 +334,6 @@ def _join_options(setting: bool | Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     """Replace the option ``broadcast_buffers`` by its new name if torch knows the new one."""
-    new_name, old_value = "forward_sync_buffers", options.pop("broadcast_buffers", None)
-    name = (
-        new_name
-        if new_name in _TORCH_OPTIONS and options.get(new_name) is None
-        else "broadcast_buffers"
-    )
+    old_value = options.pop("broadcast_buffers", None)
+    name = _SYNC_BUFFERS if options.get(_SYNC_BUFFERS) is None else "broadcast_buffers"
     return options if old_value is None else {**options, name: old_value}

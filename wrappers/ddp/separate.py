@@ -56,6 +56,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
     """
 
     averages_ranks = True
+    own_buffers = True
     passed_on = [
         parameter.replace(kind=parameter.KEYWORD_ONLY)
         for parameter in StepDistributedDataParallel.config_signature().parameters.values()

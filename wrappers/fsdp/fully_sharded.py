@@ -117,6 +117,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
     """
 
     averages_ranks = True
+    own_buffers = True
     # These options may have a ``type``, but the registry does not build them.
     config_plain = ("auto_wrap_policy", "param_init_fn")
     passed_on = [
