@@ -49,6 +49,12 @@ class ModelFeatures:
     def sync_buffers(self) -> None:
         """Copy the buffers of the first rank to all ranks; every rank must call this."""
 
+    def keep_own_buffers(self) -> None:
+        """Make the next forward continue with the buffers of each rank, inside a window.
+
+        Every rank must call this.
+        """
+
     def keep_in_eval(self, modules: Collection[Module]) -> None:
         """Keep ``modules`` in evaluation mode while the wrapper trains; others are released.
 

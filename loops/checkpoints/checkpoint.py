@@ -10,7 +10,7 @@ import re
 import reprlib
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
@@ -26,9 +26,10 @@ from ..rng import capture_rng
 from ..state import LoopState, WeightSource
 from . import files as disk
 from . import weights
+from .buffers import Digests, buffer_digests, differing_buffers
 from .files import CheckpointError, own_rank, run_on_all_ranks, world_size
 from .optimizers import named
-from .shards import TABLE, Parts, Places, Table, make_table
+from .shards import TABLE, Parts, Places, make_table
 
 logger = logging.getLogger(__name__)
 
@@ -281,13 +282,13 @@ def _save(
     # If the state is sharded, each rank has parts of the contents.
     has_contents = rank == 0 or weights.has_sharded_state(state)
 
-    def collect() -> Places:
+    def collect() -> tuple[Places, Digests]:
         nonlocal parts
         parts = Parts(_contents(state) if has_contents else {})
-        return parts.places
+        return parts.places, buffer_digests(state.model)
 
     def contents() -> Iterator[tuple[str, Any]]:
-        return _own_files(state, parts, make_table(places), at_current_batch)
+        return _own_files(state, parts, collected, at_current_batch)
 
     def write() -> dict[str, dict[str, Any]]:
         with disk.explaining_full_disks(draft, contents):
@@ -297,7 +298,7 @@ def _save(
         action_name, lambda: disk.make_draft(folder) if rank == 0 else folder, gather
     )[0]
     try:
-        places = run_on_all_ranks(action_name, collect, gather)
+        collected = run_on_all_ranks(action_name, collect, gather)
         written = run_on_all_ranks(action_name, write, gather)
         meta["files"] = {name: about for files in written for name, about in files.items()}
         if TABLE in meta["files"]:
@@ -314,11 +315,16 @@ def _save(
 
 
 def _own_files(
-    state: LoopState, parts: Parts, table: Table, at_current_batch: bool
+    state: LoopState,
+    parts: Parts,
+    collected: Sequence[tuple[Places, Digests]],
+    at_current_batch: bool,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield names and contents of the files that this rank writes."""
+    """Yield names and contents of the files that this rank writes; ``collected`` is by rank."""
+    table = make_table([places for places, _ in collected])
     yield from parts.get_files(own_rank(), table)
-    yield rank_file(own_rank()), _own_contents(state, at_current_batch)
+    own_buffers = differing_buffers(state.model, [digests for _, digests in collected])
+    yield rank_file(own_rank()), {**_own_contents(state, at_current_batch), **own_buffers}
     if own_rank() == 0:
         yield from ((f"{stem}.pt", tree) for stem, tree in parts.trees.items())
         if any(table.values()):

@@ -23,6 +23,7 @@ from ..logs import mean_logs
 from ..rng import mix_seed, restore_rng, seed_rng
 from ..state import LoopState, PartReader
 from . import weights
+from .buffers import load_differing_buffers
 from .checkpoint import links_in, list_checkpoints, rank_file, read_meta
 from .files import CheckpointError, find_damage, own_rank, reading, run_on_all_ranks, world_size
 from .optimizers import NameOrders, matched
@@ -229,6 +230,9 @@ class Checkpoint:
         # number of ranks has changed, data rank d reads the file of the first rank of block d.
         spacing = 1 if as_saved else saved // saved_data_ranks
         content = self._restore_rng(model, data_rank, spacing)
+        if as_saved and content:
+            with reading(self.path, rank_file(data_rank), "buffers"):
+                load_differing_buffers(state.model, content)
         with reading(self.path, rank_file(data_rank), "step"):
             if as_saved and content.get("step"):
                 model_wrapper: Any = state.model

@@ -1,24 +1,42 @@
-"""Buffers that differ between the ranks: evaluations do not change the training."""
+"""Buffers that differ between the ranks: evaluations and checkpoints."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from own_buffers import KINDS, batches_of, centred_net, flat_weights, make_runner, train_plainly
+from listeners import stop_at
+from own_buffers import KINDS, LR, batches_of, centred_net, flat_weights, make_runner, train_plainly
 from ranks import on_ranks
 from torch import Tensor, nn
 
-from stepwrap.loops import MeanLoss, SWAHook, ValLoop
+from stepwrap.loops import (
+    CheckpointHook,
+    Hook,
+    LoopState,
+    MeanLoss,
+    SWAHook,
+    ValLoop,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from stepwrap.runner import Runner
-from stepwrap.wrappers import SupervisedModel, wrap_model
+from stepwrap.wrappers import OptimWrapper, SupervisedModel, wrap_model
 from stepwrap.wrappers.steps.buffers import buffers_of_first_rank
 
 
 def assert_trained_plainly(model: nn.Module) -> None:
     torch.testing.assert_close(flat_weights(model), train_plainly(), rtol=0, atol=1e-12)
+
+
+def same_on_ranks(tensor: Tensor) -> bool:
+    of_ranks: list[Any] = [None, None]
+    dist.all_gather_object(of_ranks, tensor)
+    return torch.equal(*of_ranks)
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
@@ -83,3 +101,62 @@ def test_ranks_share_buffers_only_in_the_context() -> None:
     with buffers_of_first_rank(model):
         assert not mean.any()
     assert mean.eq(rank).all()
+
+
+def saved_buffers(run_dir: Path) -> list[Any]:
+    """Return the buffers in the file of each rank; None if it has no such entry."""
+    path = find_checkpoint(run_dir)
+    assert path is not None
+    checkpoint = load_checkpoint(path)
+    return [checkpoint.read(f"rank_{rank:05d}.pt").get("buffers") for rank in range(2)]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+@on_ranks(2)
+def test_a_resumed_run_continues_with_the_buffers_of_each_rank(
+    kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    def make(**hooks: Hook) -> Runner:
+        named = {"checkpoint": CheckpointHook(), **hooks}
+        return make_runner(kind, options, run_dir=tmp_path, hooks=named)
+
+    make(stop=stop_at(4)).train()
+    first, second = saved_buffers(tmp_path)
+    assert first == {}
+    assert list(second) == ["net.1.mean"]
+    runner = make()
+    runner.train(resume="latest")
+    assert_trained_plainly(runner.state.model)
+
+
+@on_ranks(2)
+def test_buffers_are_not_stored_if_they_are_equal_or_copied(tmp_path: Path) -> None:
+    for name, options in (("copied", {}), ("equal", {"broadcast_buffers": False})):
+        runner = make_runner("ddp", options)
+        if name == "copied":
+            runner.train()
+        save_checkpoint(tmp_path / name / "checkpoints", runner.state)
+        assert saved_buffers(tmp_path / name) == [None, None]
+
+
+@on_ranks(2)
+def test_inside_a_window_ddp_continues_with_the_buffers_of_each_rank(tmp_path: Path) -> None:
+    """ddp copies the buffers of the first rank only before the first forward of a window."""
+    rank = dist.get_rank()
+
+    def make() -> LoopState:
+        state = make_runner("ddp", {}).state
+        optimizer = torch.optim.SGD(state.model.parameters(), lr=LR)
+        state.optim_wrapper = OptimWrapper(optimizer, accumulative_counts=2)
+        return state
+
+    state = make()
+    state.model.train_step(batches_of(rank)[0], state.optim_wrapper)
+    state.iteration = state.batch = 1
+    resumed = make()
+    load_checkpoint(save_checkpoint(tmp_path, state)).restore(resumed)
+    for one in (state, resumed):
+        one.model.train_step(batches_of(rank)[1], one.optim_wrapper)
+    mean, resumed_mean = (one.model.module.net[1].mean for one in (state, resumed))
+    assert torch.equal(mean, resumed_mean)
+    assert not same_on_ranks(mean)

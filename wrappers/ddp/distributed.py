@@ -240,6 +240,10 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
         copies = getattr(self, _SYNC_BUFFERS) and self.require_forward_param_sync
         return not copies or bool(self.parameters_to_ignore)
 
+    def keep_own_buffers(self) -> None:
+        """Make the next forward continue with the buffers of each rank, inside a window."""
+        self.require_forward_param_sync = False
+
     def set_loss_weight(self, loss_weight: Any) -> None:
         """Accept gradients that are weighted by a ``LossWeight``.
 

@@ -116,6 +116,11 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
                 stack.enter_context(child.no_sync())
             yield
 
+    def keep_own_buffers(self) -> None:
+        """Make the next forwards continue with the buffers of each rank, inside a window."""
+        for child in self._wrapped():
+            child.keep_own_buffers()
+
     def set_loss_weight(self, loss_weight: Any) -> None:
         """Accept gradients that are weighted by a ``LossWeight``.
 

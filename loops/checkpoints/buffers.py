@@ -1,0 +1,73 @@
+"""Buffers that differ between the ranks; ``model.pt`` contains those of the first rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ...wrappers.features import model_features
+from ...wrappers.layout import is_dtensor_or_localised
+from ...wrappers.unwrap import plain_name, user_model
+from .files import own_rank
+from .weights import to_plain
+
+# The hash of each buffer, by name.
+Digests: TypeAlias = dict[str, str]
+# The entry in a rank's file. It has only the buffers that differ from the first rank's; the files
+# of all ranks have the entry, or none has.
+ENTRY = "buffers"
+
+
+def buffer_digests(model: nn.Module) -> Digests:
+    """Return a hash of each buffer, if the ranks of the wrapper ``model`` have their own ones."""
+    if not model_features(model).own_buffers:
+        return {}
+    return {name: _digest(buffer) for name, buffer in _saved_buffers(model).items()}
+
+
+def differing_buffers(model: nn.Module, digests: Sequence[Digests]) -> dict[str, Any]:
+    """Return the entry of this rank's file, if there is one.
+
+    Args:
+        model: the wrapper.
+        digests: the hashes of all ranks.
+    """
+    first = digests[0]
+    if all(of_rank == first for of_rank in digests):
+        return {}
+    own, buffers = digests[own_rank()], _saved_buffers(model)
+    return {ENTRY: {n: to_plain(b, n) for n, b in buffers.items() if own[n] != first[n]}}
+
+
+@torch.no_grad()
+def load_differing_buffers(model: nn.Module, rank_content: Mapping[str, Any]) -> None:
+    """Load the entry of this rank's file, after the weights of the first rank."""
+    features = model_features(model)
+    in_window = bool(rank_content["gradients"])
+    if ENTRY not in rank_content or not (features.own_buffers or in_window):
+        return
+    buffers = _saved_buffers(model)
+    for name, value in rank_content[ENTRY].items():
+        if buffers[name].shape != value.shape:
+            raise ValueError(f"{name} has shape {value.shape}, not {buffers[name].shape}")
+        buffers[name].copy_(value)
+    if in_window:
+        features.keep_own_buffers()
+
+
+def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the whole buffers in the state dict of the user's model, by its names."""
+    target = user_model(model)
+    identities = {id(b) for b in target.buffers() if not is_dtensor_or_localised(b)}
+    state = target.state_dict(keep_vars=True)
+    return {plain_name(name): value for name, value in state.items() if id(value) in identities}
+
+
+def _digest(buffer: Tensor) -> str:
+    values = buffer.detach().to_dense() if buffer.layout is not torch.strided else buffer.detach()
+    flat = values.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
