@@ -124,10 +124,12 @@ class _AveragingHook(Hook):
         reshard(self._model)
         # The last name of a shared parameter counts.
         names_by_param = {p: name for name, p in saved_parameters(self._model).items()}
-        named = {name: p for p, name in names_by_param.items() if p.is_floating_point()}
+        named = {
+            name: p for p, name in names_by_param.items() if p.is_floating_point() or p.is_complex()
+        }
         self._params = list(named.values())
         # bfloat16 has 8 significant bits: adding 0.001 of a difference often changes nothing.
-        kinds = [p.dtype if p.dtype.itemsize >= 4 else torch.float32 for p in self._params]
+        kinds = [_averaged_dtype(param.dtype) for param in self._params]
         pairs = zip(_parts(self._params), kinds, strict=True)
         self._average = [param.detach().to(kind, copy=True) for param, kind in pairs]
         if self._restored is not None:
@@ -425,6 +427,13 @@ def _merge_over_ranks(layer: _BatchNorm, group: Any) -> None:
         buffers[name].mul_(count / total)
         all_reduce(buffers[name], group=group)
     count.copy_(total)
+
+
+def _averaged_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which parameters of a dtype are averaged: 32 bits per number or more."""
+    if dtype.is_complex:
+        return torch.promote_types(dtype, torch.complex64)
+    return dtype if dtype.itemsize >= 4 else torch.float32
 
 
 def _parts(params: Sequence[Tensor]) -> list[Tensor]:

@@ -180,4 +180,8 @@ def _named_parameters(state: LoopState) -> list[tuple[str, Tensor]]:
     model = user_model(state.model)
     reshard(model)
     named = model.named_parameters()
-    return [(plain_name(n), p) for n, p in named if p.is_floating_point() and p.numel()]
+    return [
+        (plain_name(n), p)
+        for n, p in named
+        if (p.is_floating_point() or p.is_complex()) and p.numel()
+    ]

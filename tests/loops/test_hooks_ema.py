@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from hook_runs import new_state, train, weights
+from hook_runs import loader, new_state, train, weights
 from listeners import failing
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from stepwrap.loops import EMAHook
+from stepwrap.loops import EMAHook, SWAHook
 from stepwrap.loops.hook import Hook
 from stepwrap.loops.state import LoopState
 
@@ -118,6 +121,49 @@ def test_low_precision_is_averaged_in_float32() -> None:
         ema.on_update(state)
     (got,) = ema.state_dict()["model"].values()
     torch.testing.assert_close(got, torch.full((1, 3), 1 - 0.999**1000), rtol=1e-4, atol=0)
+
+
+class Spectrum(nn.Module):
+    """Multiply the spectrum of the inputs with complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.Parameter(torch.randn(2, dtype=torch.complex64))
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(inputs) * self.factors
+        return self.linear(torch.fft.irfft(spectrum, n=3))
+
+
+@pytest.mark.parametrize(
+    ("hook", "rule", "first"),
+    [
+        (EMAHook(decay=0.7), get_ema_multi_avg_fn(0.7), True),
+        (SWAHook(from_step=1), get_swa_multi_avg_fn(), False),
+    ],
+)
+def test_complex_parameters_are_averaged_as_by_torch(
+    hook: EMAHook | SWAHook, rule: Callable[..., None], first: bool
+) -> None:
+    """``first``: whether the average contains the weights before the first update."""
+    net, batches = Spectrum(), list(loader())
+    plain, weights_hook = deepcopy(net), WeightsHook()
+    average = AveragedModel(plain, multi_avg_fn=rule)
+    if first:
+        average.update_parameters(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for inputs, targets in batches * 2:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(plain(inputs), targets).backward()
+        optimizer.step()
+        average.update_parameters(plain)
+    train(new_state(net=net), [hook, weights_hook], dataloader=batches)
+    saved = hook.state_dict()["model"]
+    for name, expected in average.module.named_parameters():
+        torch.testing.assert_close(saved[f"net.{name}"], expected.detach())
+    for seen, expected in zip(weights_hook.evaluated[-1], average.parameters(), strict=True):
+        torch.testing.assert_close(seen, expected.detach())
 
 
 def test_a_resumed_run_has_the_same_average() -> None:

@@ -94,6 +94,14 @@ def test_a_bad_parameter_is_named() -> None:
         train(new_state(), [guard, poison])
 
 
+def test_a_bad_complex_parameter_is_named() -> None:
+    net = WithSpare(3, 1)
+    net.spare = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    poison = PoisonHook(step=4, param="net.spare")
+    with pytest.raises(NonFiniteError, match=r"parameter 'net.spare' has 1 of 2 values not finite"):
+        train(new_state(net=net), [NanGuardHook(check="all"), poison])
+
+
 def test_a_bad_log_value_is_named() -> None:
     bad = on(collect_logs=lambda state, scalars: scalars.update(ratio=float("inf")))
     train(new_state(), [NanGuardHook(check="loss"), bad])
