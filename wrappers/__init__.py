@@ -21,6 +21,7 @@ from .ddp.comm_hooks import CommHook
 from .ddp.distributed import StepDistributedDataParallel, UnusedParametersError
 from .ddp.separate import SeparateDistributedDataParallel
 from .layout import total_norm
+from .one_process import SingleDevice, StepDataParallel
 from .optimizers.amp import AmpOptimWrapper
 from .optimizers.loss_weight import LossWeight
 from .optimizers.optim import OptimWrapper
@@ -34,10 +35,9 @@ from .replicas.session import ReplicationError, ReplicationSession
 from .replicas.sync_master import FutureResult, SlavePipe, SyncMaster
 from .sharding.mesh import Mesh, build_mesh
 from .sharding.meta_init import meta_parameters
-from .step_data_parallel import StepDataParallel
 from .steps.model import BaseModel, SupervisedModel
 from .steps.preprocess import DataPreprocessor
-from .steps.step import SingleDevice, parse_losses, with_train_step
+from .steps.step import parse_losses, with_train_step
 from .steps.step_checks import detect_anomalous_params
 from .steps.weight_init import BaseModule, initialize
 from .unwrap import is_model_wrapper, is_module_wrapper

@@ -26,6 +26,7 @@ class ModelFeatures:
         uneven_inputs: how to treat ranks with fewer batches than others; None if all ranks need the
             same number.
         detect_anomalous_params: whether every step searches for parameters without a gradient.
+        runs_model_step: whether ``train_step`` runs the model's own ``train_step``.
     """
 
     data_group: ProcessGroup | None = None
@@ -34,6 +35,7 @@ class ModelFeatures:
     own_buffers: bool = False
     uneven_inputs: Any = None
     detect_anomalous_params: bool = False
+    runs_model_step: bool = False
 
     def recheck_every(self, steps: int) -> bool:
         """Make a compiled step check the model for changes only before every ``steps``-th step.

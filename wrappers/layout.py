@@ -1,4 +1,4 @@
-"""Layouts: which part of a whole tensor this process holds.
+"""Layouts: which part of a whole tensor this process holds; norms and broadcasts of such parts.
 
 There are three kinds of tensors: torch's ``DTensor`` (FSDP2); *localised* parameters, which are
 ordinary parameters that hold one part of a tensor-parallel weight and have an attribute
@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeGuard
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from ..collectives import comm_device
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
+
+_BUCKET_BYTES = 64 * 2**20
+# None stands for all ranks of the run.
+Ranks: TypeAlias = DeviceMesh | ProcessGroup | None
 
 
 @dataclass(frozen=True)
@@ -234,6 +241,51 @@ def total_norm(
         else torch.float32
     )
     return total.to(device=local_tensors[0].device, dtype=dtype)
+
+
+@torch.no_grad()
+def broadcast_from_first_rank(tensors: Iterable[Tensor], ranks: Ranks) -> None:
+    """Overwrite ``tensors`` with the tensors of the first rank; every rank must call this.
+
+    Only the local parts of sharded tensors are sent. Tensors on the meta device are skipped.
+    """
+    buckets: dict[tuple[Any, ...], list[Tensor]] = {}
+    num_bytes: Counter[tuple[Any, ...]] = Counter()
+    for local in map(local_part, tensors):
+        if local.numel() and not local.is_meta:
+            kind = (local.dtype, local.device)
+            buckets.setdefault((*kind, num_bytes[kind] // _BUCKET_BYTES), []).append(local)
+            num_bytes[kind] += local.nbytes
+    for group, source in routes(ranks):
+        for (_, device, _), bucket in buckets.items():
+            _send(bucket, group, source, comm_device(group, prefer=device))
+
+
+def routes(mesh: Ranks) -> Iterator[tuple[ProcessGroup | None, int]]:
+    """Yield a group for each axis, and the rank in it to broadcast from.
+
+    Used one after another, the groups bring the first rank's data to all ranks.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        yield mesh, 0 if mesh is None else distributed.get_global_rank(mesh, 0)
+        return
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"rank {distributed.get_rank()} is not in the mesh {mesh}")
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            source = list(coordinate)
+            source[axis] = 0
+            yield mesh.get_group(axis), int(mesh.mesh[tuple(source)])
+
+
+def _send(bucket: Sequence[Tensor], group: Any, source: int, device: torch.device) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(device)
+    distributed.broadcast(flat, source, group=group)
+    if distributed.get_rank() != source:
+        sizes = [tensor.numel() for tensor in bucket]
+        for tensor, values in zip(bucket, torch.split(flat, sizes), strict=True):
+            tensor.copy_(values.view(tensor.shape))
 
 
 # Models with split layers -> (the tensor group, whether every rank of the run is in such a group).

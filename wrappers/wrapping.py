@@ -19,10 +19,12 @@ from ..registry import MODEL_WRAPPERS, did_you_mean
 from .blocks import read_compile
 from .ddp.distributed import StepDistributedDataParallel
 from .ddp.separate import SeparateDistributedDataParallel, check_children
+from .layout import broadcast_from_first_rank
+from .one_process import SingleDevice
 from .prepare import Preparation, freeze_parameters, model_checks, prepare_model, split_parameters
-from .sharding.mesh import Mesh, agree, broadcast_from_first_rank
+from .sharding.mesh import Mesh, agree
 from .steps.preprocess import get_device
-from .steps.step import SingleDevice, StepFunction, Steps, check_step_function, with_train_step
+from .steps.step import ModelWrapper, StepFunction, check_step_function, with_train_step
 from .torch_functions import check_options, option_names
 from .unwrap import is_model_wrapper
 
@@ -49,7 +51,7 @@ def wrap_model(
     prepare: Preparation | None = None,
     train_step: StepFunction | None = None,
     **options: Any,
-) -> Steps:
+) -> ModelWrapper:
     """Prepare and wrap ``model`` for this process, or for the process group if there is one.
 
     Every rank must call this. The function freezes parameters, moves the model to ``device``,
@@ -109,7 +111,7 @@ def wrap_model(
     if preparation.tensor_parallel is not None and ranks.device_mesh is not None:
         broadcast_from_first_rank([*model.parameters(), *model.buffers()], ranks.device_mesh)
     prepare_model(model, preparation, mesh, localise=not takes_mesh(wrapper))
-    wrapped: Steps = _wrapped(wrapper, model, ranks, options, train_step)
+    wrapped: ModelWrapper = _wrapped(wrapper, model, ranks, options, train_step)
     step = read_compile(preparation.compile) or {}
     if step.pop("step", False):
         compile_step(wrapped, **step)
@@ -165,14 +167,12 @@ def compile_step(
     Raises:
         TypeError: ``wrapper`` is not a model wrapper of this library.
     """
-    if not isinstance(wrapper, Steps):
+    if not isinstance(wrapper, ModelWrapper):
         raise TypeError(f"compile_step needs a model wrapper, got {type(wrapper).__name__}")
     # Imported lazily: it loads torch's compiler.
-    from .compiled.step import CompiledStep
+    from .compiled.compiled_step import CompiledStep
 
-    step = CompiledStep(wrapper, max_programs, min_steps, custom_optimizer, backend)
-    untyped: Any = wrapper
-    untyped.train_step, untyped.recheck_every = step, step.recheck_every
+    CompiledStep(wrapper, max_programs, min_steps, custom_optimizer, backend).attach()
     return wrapper
 
 
@@ -210,7 +210,7 @@ def needs_process_group(wrapper: Callable[..., nn.Module]) -> bool:
     if takes_mesh(wrapper):
         return True
     grouped = isinstance(wrapper, type) and issubclass(wrapper, _IN_GROUPS)
-    return grouped and wrapper.train_step is not Steps.train_step  # type: ignore[attr-defined]
+    return grouped and wrapper.train_step is not ModelWrapper.train_step  # type: ignore[attr-defined]
 
 
 def wrapper_problems(
@@ -262,7 +262,7 @@ def _takes(wrapper: Any, name: str) -> bool:
     return name in inspect.signature(wrapper).parameters
 
 
-def _wrapped_already(model: Any, has_options: bool) -> Steps:
+def _wrapped_already(model: Any, has_options: bool) -> ModelWrapper:
     if has_options:
         raise TypeError(
             f"the model is already wrapped in {type(model).__name__}: give the bare model, "
@@ -272,7 +272,7 @@ def _wrapped_already(model: Any, has_options: bool) -> Steps:
         raise TypeError(
             f"{type(model).__name__} has no train_step: give the bare model to wrap_model"
         )
-    wrapped: Steps = model
+    wrapped: ModelWrapper = model
     return wrapped
 
 
@@ -299,7 +299,7 @@ def _wrapped(
         options = {"process_group": mesh.data_group, **options}
     wrapper = with_train_step(wrapper, train_step) if train_step else wrapper
     wrapped = wrapper(model, **options)
-    if isinstance(wrapped, Steps) and wrapped.data_group is None:
+    if isinstance(wrapped, ModelWrapper) and wrapped.data_group is None:
         wrapped.data_group = mesh.data_group
     return wrapped
 

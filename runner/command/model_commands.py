@@ -13,7 +13,8 @@ from ...loops import EpochTrainLoop, IterTrainLoop, LoopState, SchedulerHook
 from ...loops.data.loaders import get_length
 from ...registry import Config, ConfigError, Examination, Problem, RunSections
 from ...wrappers.prepare import freeze_parameters
-from ...wrappers.steps.plain_models import BatchMismatchError, MissingLossError
+from ...wrappers.steps.plain_models import BatchMismatchError
+from ...wrappers.steps.step import MissingLossError
 from ...wrappers.steps.step_checks import has_custom_step
 from ..export import FORMATS, Export, ExportError, check_export, export_adapter, export_model
 from ..failure import as_mistakes_in, building

@@ -138,7 +138,7 @@ def assert_same_runs(tmp_path: Path, *hooks: Hook, **options: Any) -> LoopState:
     usual = run(1, tmp_path / "usual", *hooks, **options)
     state = run(32, tmp_path / "blocks", *hooks, **options)
     # One program for each number of samples and, with accumulation, each place in a window.
-    assert 0 < len(state.model.train_step.programs) <= 4
+    assert 0 < len(state.model.batch_runner.programs) <= 4
     assert_identical(get_weights(usual), get_weights(state))
     assert records_of(tmp_path / "usual") == records_of(tmp_path / "blocks")
     assert read_checkpoints(tmp_path / "usual")
@@ -217,7 +217,7 @@ def _train_on_ranks(steps: int) -> dict[str, torch.Tensor]:
     state = compiled_state()
     loop = EpochTrainLoop(make_loader(83), max_epochs=2)
     loop.run(state, HookList([StepBlocksHook(steps)]))
-    assert state.model.train_step.programs
+    assert state.model.batch_runner.programs
     return get_weights(state)
 
 

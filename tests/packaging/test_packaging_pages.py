@@ -326,7 +326,7 @@ def test_the_page_on_sweeps(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_example_of_a_compiled_step_compiles_and_learns(tmp_path: Path) -> None:
     (code,) = blocks(section(page("performance"), "The compiled step"), "python")
-    shown = 'print(f"programs {len(wrapper.train_step.programs)}")'
+    shown = 'print(f"programs {len(wrapper.batch_runner.programs)}")'
     out = run("-c", f"{code}\n{shown}", cwd=tmp_path)
     loss, programs = re.search(r"loss ([\d.]+)\nprograms (\d+)", out).groups()
     assert float(loss) < 0.5

@@ -34,7 +34,7 @@ def train(config: dict[str, Any], folder: Path, stop: int = 0) -> tuple[Tensor, 
     runner = Runner.from_config({**config, "hooks": hooks, "run_dir": str(folder)})
     state = runner.train(resume=True)
     if "compile" in config and state.step > 3:
-        assert len(state.model.train_step.programs) == 1
+        assert len(state.model.batch_runner.programs) == 1
     weights = [param.detach() for param in runner.state.model.parameters()]
     full_weights = [
         weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in weights

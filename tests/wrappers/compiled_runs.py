@@ -115,7 +115,7 @@ def at(changes: dict[int, Change]) -> Any:
 
 def steps_compiled(wrapper: Any) -> int:
     """Return the number of steps run by compiled programs."""
-    return sum(program._uses for program in wrapper.train_step.programs)
+    return sum(program._uses for program in wrapper.batch_runner.programs)
 
 
 def assert_same(tolerance: float, *args: Any, **options: Any) -> Any:

@@ -30,7 +30,8 @@ from stepwrap.wrappers import (
     compile_step,
     parse_losses,
 )
-from stepwrap.wrappers.steps.plain_models import BatchMismatchError, MissingLossError
+from stepwrap.wrappers.steps.plain_models import BatchMismatchError
+from stepwrap.wrappers.steps.step import MissingLossError
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text()
@@ -279,7 +280,7 @@ def error_of_a_batch(batch: dict[str, Tensor], compiled: bool) -> Exception:
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(4):
         wrapper.train_step({"image": torch.ones(2, 4), "labels": torch.tensor([0, 1])}, optim)
-    assert not compiled or wrapper.train_step.programs
+    assert not compiled or wrapper.batch_runner.programs
     with pytest.raises((MissingLossError, BatchMismatchError)) as caught:
         wrapper.train_step(batch, optim)
     return caught.value

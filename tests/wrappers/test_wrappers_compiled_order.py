@@ -98,7 +98,7 @@ def test_batches_with_their_keys_in_another_order(kind: str) -> None:
         return turned(batch) if index >= CHANGED_AT and index % 2 else batch
 
     wrapper = assert_same(1e-10, model, sgd, make_batch=make_batch)
-    assert len(wrapper.train_step.programs) == 2
+    assert len(wrapper.batch_runner.programs) == 2
     assert steps_compiled(wrapper) > CHANGED_AT
 
 
@@ -113,7 +113,7 @@ def test_attributes_with_their_keys_in_another_order(in_place: bool) -> None:
             model.net.scales = scales
 
     wrapper = assert_same(1e-10, OwnScales, sgd, at({CHANGED_AT: turn}))
-    assert len(wrapper.train_step.programs) == 2
+    assert len(wrapper.batch_runner.programs) == 2
 
 
 def test_a_reset_of_the_state_is_not_reported_as_the_end_of_compiling(
@@ -121,5 +121,5 @@ def test_a_reset_of_the_state_is_not_reported_as_the_end_of_compiling(
 ) -> None:
     resets = dict.fromkeys((8, 14), without_state)
     wrapper = assert_same(1e-10, Net, adamw, at(resets), max_programs=8)
-    assert len(wrapper.train_step.programs) == 1 + len(resets)
+    assert len(wrapper.batch_runner.programs) == 1 + len(resets)
     assert "not compiled" not in caplog.text

@@ -58,7 +58,7 @@ def test_another_layout_of_memory() -> None:
         model.to(memory_format=torch.channels_last)
 
     wrapper = assert_same(1e-10, ConvNet, adamw, at({CHANGED_AT: change}))
-    assert len(wrapper.train_step.programs) == 2
+    assert len(wrapper.batch_runner.programs) == 2
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ class Signs(torch.optim.Optimizer):
 @pytest.mark.parametrize("kind", [Lookahead, Decaying, Signs])
 def test_custom_optimizers_are_not_compiled(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     wrapper = assert_same(0.0, Net, kind)
-    assert not wrapper.train_step.programs
+    assert not wrapper.batch_runner.programs
     assert caplog.text.count("is not part of torch") == 1
 
 
@@ -206,7 +206,7 @@ def test_other_entries_of_a_batch_cost_no_programs() -> None:
 
     wrapper = assert_same(1e-12, DictModel, sgd, make_batch=make_batch)
     assert steps_compiled(wrapper) == STEPS - 3
-    assert len(wrapper.train_step.programs) == 1
+    assert len(wrapper.batch_runner.programs) == 1
 
 
 class Tokens(nn.Sequential):
@@ -322,5 +322,5 @@ def test_short_runs_are_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
         optim.initialize_count_status(model, 0, STEPS)
 
     _, _, wrapper = train(True, Net, sgd, at({0: begin}), min_steps=25)
-    assert not wrapper.train_step.programs
+    assert not wrapper.batch_runner.programs
     assert "the run has 24 updates, fewer than min_steps=25" in caplog.text

@@ -62,7 +62,7 @@ def assert_equal(make: Make, data: list[Batch], tolerance: float, **options: Any
     """Train both ways with inductor; return the wrapper with the compiled step."""
     options = {"net": ConvNet, "dtype": data[0][0].dtype, "backend": "inductor", **options}
     wrapper = assert_same(tolerance, make=make, data=data, **options)
-    assert wrapper.train_step.programs, "nothing was compiled"
+    assert wrapper.batch_runner.programs, "nothing was compiled"
     return wrapper
 
 
@@ -79,7 +79,7 @@ def test_200_steps_in_double_precision() -> None:
     data = batches(200, dtype=torch.float64)
     make = lambda model: adamw(model, clip_grad={"max_norm": 0.5})  # noqa: E731
     wrapper = assert_equal(make, data, 1e-12)
-    assert len(wrapper.train_step.programs) == 1
+    assert len(wrapper.batch_runner.programs) == 1
 
 
 @pytest.mark.parametrize("make", [*slow(sgd), *nightly(adamw)])
@@ -106,7 +106,7 @@ def test_accumulation_with_a_short_last_window() -> None:
     data = batches(20, dtype=torch.float64)
     wrapper = assert_equal(make, data, 1e-12)
     # Programs for the first, middle and last batch of a window; the last window has two batches.
-    assert len(wrapper.train_step.programs) >= 3
+    assert len(wrapper.batch_runner.programs) >= 3
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_rates_change_without_a_new_program() -> None:
         optim.optimizer.param_groups[0]["lr"] = 0.05 / (1 + index)
 
     wrapper = assert_equal(sgd, batches(20), 1e-5, before_step=change)
-    assert len(wrapper.train_step.programs) == 1
+    assert len(wrapper.batch_runner.programs) == 1
 
 
 class TwoTables(nn.Module):
@@ -177,7 +177,7 @@ def test_other_settings_shapes_and_attributes_get_separate_programs() -> None:
     data = batches(12)
     data[4] = data[4][0][:5], data[4][1][:5]
     wrapper = assert_equal(sgd, data, 1e-5, before_step=at(changes))
-    assert len(wrapper.train_step.programs) == 5
+    assert len(wrapper.batch_runner.programs) == 5
 
 
 @pytest.mark.slow
@@ -188,7 +188,7 @@ def test_settings_that_change_at_each_step_are_not_followed(
         optim.optimizer.param_groups[0]["momentum"] = 0.9 - index / 100
 
     wrapper = assert_equal(sgd, batches(12), 1e-5, before_step=change)
-    assert len(wrapper.train_step.programs) == 2
+    assert len(wrapper.batch_runner.programs) == 2
     assert caplog.text.count("OneCycleLR") == 1
 
 
@@ -230,7 +230,7 @@ def test_200_steps_as_cuda_graphs(kind: str, counts: int) -> None:
     data[-1] = data[-1][0][:5], data[-1][1][:5]
     # Some sums on GPUs do not have a fixed order.
     wrapper = assert_equal(make, data, 1e-9, device="cuda", before_step=change)
-    assert all(type(program._run) is CudaGraph for program in wrapper.train_step.programs)
+    assert all(type(program._run) is CudaGraph for program in wrapper.batch_runner.programs)
 
 
 @pytest.mark.gpu
@@ -240,7 +240,7 @@ def test_weights_that_move_get_another_cuda_graph() -> None:
             param.data = param.data.clone()
 
     wrapper = assert_equal(sgd, batches(20), 1e-4, device="cuda", before_step=at({8: move}))
-    assert len(wrapper.train_step.programs) == 2
+    assert len(wrapper.batch_runner.programs) == 2
 
 
 @pytest.mark.gpu
@@ -324,8 +324,8 @@ def test_options_are_checked() -> None:
 def test_copies_compile_again() -> None:
     wrapper = compile_step(SingleDevice(SupervisedModel(ConvNet(), nn.CrossEntropyLoss())), 3)
     for copied in (copy.deepcopy(wrapper), pickle.loads(pickle.dumps(wrapper))):
-        assert copied.train_step.max_programs == 3
-        assert copied.train_step is not wrapper.train_step
+        assert copied.batch_runner.max_programs == 3
+        assert copied.batch_runner is not wrapper.batch_runner
 
 
 def test_programs_that_other_users_can_write_are_not_run(
@@ -420,5 +420,5 @@ def test_ranks_train_as_under_ddp(
     assert_near(dict(state), dict(expected), 1e-12)
     if fails_on < 0:
         assert all(same_on_ranks(value) for name, value in state.items() if "norm" not in name)
-    assert bool(wrapper.train_step.programs) == (distributed.get_rank() != fails_on)
-    assert fails_on < 0 or len(wrapper.train_step.programs) <= 1
+    assert bool(wrapper.batch_runner.programs) == (distributed.get_rank() != fails_on)
+    assert fails_on < 0 or len(wrapper.batch_runner.programs) <= 1

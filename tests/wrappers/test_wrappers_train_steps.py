@@ -14,6 +14,7 @@ from stepwrap.wrappers import (
     Preparation,
     SingleDevice,
     SupervisedModel,
+    compile_step,
     with_train_step,
     wrap_model,
 )
@@ -75,7 +76,7 @@ def train(
             logs += wrapper.train_steps(iter(data[start : start + blocks]), optim)
     states = optim.optimizer.state_dict()["state"].values()
     weights = [*model.state_dict().values(), *(v for state in states for v in state.values())]
-    assert not compiled or wrapper.train_step.programs, "nothing was compiled"
+    assert not compiled or wrapper.batch_runner.programs, "nothing was compiled"
     return weights, logs, wrapper
 
 
@@ -105,6 +106,33 @@ def test_a_custom_training_step_is_called_for_each_batch() -> None:
     assert [log["first"] for log in logs] == [inputs[0, 0] for inputs, _ in data]
 
 
+def test_a_custom_training_step_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    def step(wrapper: Any, data: Batch, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        return SingleDevice.train_step(wrapper, data, optim_wrapper)
+
+    model = Model()
+    optim = adamw(model)
+    wrapper: Any = compile_step(with_train_step(SingleDevice, step)(model), backend="eager")
+    wrapper.train_steps(batches(6), optim)
+    assert optim.inner_count == 6
+    assert not wrapper.recheck_every(1)
+    assert caplog.text.count("the wrapper has a custom train_step or forward") == 1
+
+
+def test_a_batch_runner_replaces_forward_and_update() -> None:
+    def run(wrapper: Any, data: Any, optim_wrapper: OptimWrapper) -> Any:
+        return {"size": len(data[0])} if len(data[0]) < 5 else NotImplemented
+
+    model = Model()
+    optim = adamw(model)
+    wrapper: Any = SingleDevice(model)
+    wrapper.batch_runner = run
+    assert wrapper.train_step(batches(1, size=3)[0], optim) == {"size": 3}
+    assert optim.inner_count == 0
+    assert "loss" in wrapper.train_step(batches(1)[0], optim)
+    assert optim.inner_count == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [7, 32, 100])
 def test_compiled_with_clipping_and_batches_of_another_shape(blocks: int) -> None:
@@ -114,7 +142,7 @@ def test_compiled_with_clipping_and_batches_of_another_shape(blocks: int) -> Non
     wrapper = assert_identical(
         blocks, data, make=lambda model: adamw(model, clip_grad={"max_norm": 0.1})
     )
-    assert len(wrapper.train_step.programs) == 2
+    assert len(wrapper.batch_runner.programs) == 2
 
 
 @pytest.mark.slow
@@ -155,7 +183,7 @@ def test_changes_between_two_calls_are_seen() -> None:
             wrapper.module.net[0].weight.requires_grad_(False)
 
     wrapper = assert_identical(8, batches(32), before=change)
-    assert len(wrapper.train_step.programs) == 3
+    assert len(wrapper.batch_runner.programs) == 3
 
 
 @pytest.mark.slow
@@ -173,4 +201,4 @@ def test_settings_of_the_optimizer_are_always_checked() -> None:
     rarely, logs_of_rarely, wrapper = train(None, batches(20), before=look_rarely)
     assert all(map(torch.equal, weights, rarely))
     assert logs == logs_of_rarely
-    assert len(wrapper.train_step.programs) == 2
+    assert len(wrapper.batch_runner.programs) == 2

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from ...registry import is_users_file
 from ..steps.preprocess import as_call, get_device
 from ..steps.step import parse_losses
-from .errors import NotCompilableError, first_line
 
 # Dynamo's settings: raise if a forward assigns attributes, and trace recurrent layers too.
 _SETTINGS = {"side_effect_replay_policy": "error", "allow_rnn": True}
@@ -32,6 +31,19 @@ _PLAIN = {
     "torch.Tensor data-dependent": _READS_VALUE,
     "Dynamic shape operator": "the shapes in its forward depend on the values of tensors",
 }
+
+
+class NotCompilableError(Exception):
+    """Raised if a step cannot be compiled with the same results; the text gives the reason."""
+
+
+class NotReadyError(NotCompilableError):
+    """Raised if a step cannot be compiled yet, because it must run eagerly first."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; compilers add many more lines."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class Captured(NamedTuple):

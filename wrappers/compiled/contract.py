@@ -16,7 +16,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from ..steps.step import MODULE_HOOKS
+from ..steps.preprocess import MODULE_HOOKS
 from .capture import Captured
 from .trace import StepTensors
 
@@ -222,7 +222,7 @@ def _parts(wrapper: Any, optim_wrapper: Any) -> tuple[Any, ...]:
     """Return the objects and methods that a step uses."""
     optimizer, kind = optim_wrapper.optimizer, type(optim_wrapper)
     return (
-        *(wrapper._modules["module"], wrapper.detect_anomalous_params, type(wrapper).forward),
+        *(wrapper._modules["module"], wrapper.update_decorators, type(wrapper).forward),
         *(kind, kind.update_params, kind.backward, kind.step, kind.zero_grad, kind.apply),
         *(kind.scale_loss, kind.should_update, nn.Module.__call__),
         *(optim_wrapper.clip, optimizer, optimizer.state, optimizer.param_groups),

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .errors import NotCompilableError, first_line
+from .capture import NotCompilableError, first_line
 from .program import Program
 
 

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from ...primitives.files import locked, replacing
 from ...primitives.tensor_bits import tensor_bytes
-from .errors import NotCompilableError, first_line
+from .capture import NotCompilableError, first_line
 
 Program = Callable[[list[Tensor]], list[Tensor]]
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 
-from .errors import NotCompilableError, NotReadyError, first_line
+from .capture import NotCompilableError, NotReadyError, first_line
 
 # Gradients of at least this size are reduced separately, because joining them would need a copy.
 _LARGE_BYTES = 2**22

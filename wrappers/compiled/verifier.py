@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .errors import NotCompilableError, first_line
+from .capture import NotCompilableError, first_line
 from .reference import changed_values, copied, largest_difference, random_states, set_random_states
 from .trace import StepTensors
 

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import apply_sync_batchnorm
 from ..sharding.mesh import require_process_group
-from ..steps.step import Steps, reject_model_train_step
+from ..steps.plain_models import prepare_steps
+from ..steps.step import ModelWrapper, reject_model_train_step
 from ..steps.step_checks import (
     AveragingWatch,
     DifferentGradientsError,
@@ -72,7 +73,7 @@ class UnusedParametersError(RuntimeError):
         "ddp",
     ]
 )
-class StepDistributedDataParallel(Steps, FixedBuckets):
+class StepDistributedDataParallel(ModelWrapper, FixedBuckets):
     """A ``DistributedDataParallel`` with training, validation and test steps.
 
     Needs a process group, and every rank must construct it. For a custom training step, override
@@ -134,7 +135,7 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
         on_cuda = [device.type for device in devices] == ["cuda"]
         ddp_kwargs.setdefault("device_ids", list(devices) if on_cuda else None)
         super().__init__(module=module, **_renamed(ddp_kwargs))
-        self._prepare_steps(detect_anomalous_params)
+        prepare_steps(self, detect_anomalous_params)
         self._failure = ""
         self._is_weighed = self._is_joined = False
         ignored = self.parameters_to_ignore
@@ -149,7 +150,7 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
         self._thawed = ThawWatch(type(self).__name__, module, ignored, self.process_group)
         self._layout = LayoutWatch(type(self).__name__, module, ignored)
         self._install_hook()
-        own_step = type(self).train_step is not Steps.train_step
+        own_step = type(self).train_step is not ModelWrapper.train_step
         self._watch = AveragingWatch(self) if own_step else None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -268,13 +269,6 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
                 "cannot report a weight of 0. Let this rank repeat its last batch with "
                 "optim_wrapper.batch_counts = False until all ranks have finished"
             )
-
-    def _raise_explained(
-        self, error: BaseException, stage: str = "update", data: Any = None
-    ) -> None:
-        if stage == "update":
-            self._explain_update(error)
-        super()._raise_explained(error, stage, data)
 
     def _explain_update(self, error: BaseException) -> None:
         _explain_unused(error, self._trainable)

@@ -13,8 +13,9 @@ from torch import nn
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import apply_sync_batchnorm
 from ..sharding.mesh import require_process_group
+from ..steps.plain_models import prepare_steps
 from ..steps.preprocess import get_device
-from ..steps.step import Steps, overrides_train_step
+from ..steps.step import ModelWrapper
 from ..steps.step_checks import LayoutWatch, ThawWatch
 from .distributed import REPLACED, StepDistributedDataParallel
 
@@ -25,7 +26,7 @@ _NOT_FOR_CHILDREN = ("detect_anomalous_params", "sync_batchnorm", "uneven_inputs
 @MODEL_WRAPPERS.register_module(
     name=["SeparateDistributedDataParallel", "MMSeparateDistributedDataParallel", "separate"]
 )
-class SeparateDistributedDataParallel(Steps, nn.Module):
+class SeparateDistributedDataParallel(ModelWrapper, nn.Module):
     """A wrapper that averages the gradients of each direct child separately, for example of a GAN.
 
     Needs a process group, and every rank must construct it. Each child with trained parameters is
@@ -101,8 +102,8 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         untyped: Any = module
         untyped.register_load_state_dict_pre_hook(_rename_versions)
         untyped.register_load_state_dict_post_hook(_rename_misfits)
-        self._prepare_steps(False)
-        self._uses_model_step = overrides_train_step(module)
+        prepare_steps(self)
+        self._adopt_model_step()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model, whose children average their gradients."""
@@ -130,12 +131,9 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         for child in self._wrapped():
             child.set_loss_weight(loss_weight)
 
-    def _raise_explained(
-        self, error: BaseException, stage: str = "update", data: Any = None
-    ) -> None:
-        for child in self._wrapped() if stage == "update" else ():
+    def _explain_update(self, error: BaseException) -> None:
+        for child in self._wrapped():
             child._explain_update(error)
-        super()._raise_explained(error, stage, data)
 
     def _wrapped(self) -> list[_Child]:
         return [child for child in self.module.children() if isinstance(child, _Child)]

@@ -18,8 +18,9 @@ from ..batchnorm.conversion import apply_sync_batchnorm
 from ..blocks import BlockSpec
 from ..sharding.mesh import Mesh, agree
 from ..sharding.meta_init import materialise
+from ..steps.plain_models import prepare_steps
 from ..steps.preprocess import DataPreprocessor
-from ..steps.step import OptimizerWrapper, Steps, overrides_train_step
+from ..steps.step import ModelWrapper, OptimizerWrapper
 from .options import EXTRA_OPTIONS, FsdpOptions, read_options, sharding_mesh
 from .roots import Root
 from .torch_internals import call_as_forward
@@ -66,7 +67,7 @@ _ADVICE = {
 
 
 @MODEL_WRAPPERS.register_module()
-class StepFullyShardedDataParallel(Steps, nn.Module):
+class StepFullyShardedDataParallel(ModelWrapper, nn.Module):
     """A wrapper that shards parameters, gradients and optimizer state with ``fully_shard``.
 
     Needs a process group, and every rank must construct it, train and evaluate with it. Each rank
@@ -158,9 +159,9 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         self.module = module
         if any(param.is_meta for param in module.parameters()):
             materialise(module, meshes.everywhere, options.param_init_fn)
-        self._uses_model_step = overrides_train_step(module)
+        self._adopt_model_step()
         self._roots = [Root(root, may_call_children=calls_children(module)) for root in roots]
-        self._prepare_steps(detect_anomalous_params)
+        prepare_steps(self, detect_anomalous_params)
         for child in self.modules():
             # Batches must be on the device of the gathered blocks; shards may be on another one.
             if isinstance(child, DataPreprocessor):

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..blocks import find_blocks, find_parameters
-from ..sharding.mesh import agree, broadcast_from_first_rank
+from ..layout import broadcast_from_first_rank
+from ..sharding.mesh import agree
 from ..sharding.meta_init import check_no_meta_buffers
 from ..steps.step import overrides_train_step
 from .options import FsdpOptions, WrapPolicy

@@ -394,7 +394,8 @@ class OptimWrapper(Accumulation):
         Every rank must call this.
         """
         self.backward(self.scale_loss(loss))
-        if self.should_update():
+        # Without accumulation, each micro-batch ends its window.
+        if self._accumulative_counts == 1 or self.should_update():
             self.step(**(step_kwargs or {}))
             self.zero_grad(**(zero_kwargs or {}))
 

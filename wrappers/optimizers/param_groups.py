@@ -17,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ...registry import ParamwiseSection, Problem, check_paramwise, did_you_mean, get_default
-from ..steps.step import Steps, overrides_train_step
+from ..steps.step import ModelWrapper, overrides_train_step
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ Options = dict[str, Any]
 # The name of the group with the optimizer's own options. Records have its rate as `lr`.
 DEFAULT_GROUP = "default"
 
-_WRAPPERS = (DataParallel, DistributedDataParallel, Steps)
+_WRAPPERS = (DataParallel, DistributedDataParallel, ModelWrapper)
 # The child in which torch.compile keeps the original module.
 _COMPILED = "_orig_mod"
 
@@ -140,7 +140,8 @@ def divide_parameters(
 
 def check_step_for_several_optimizers(model: nn.Module) -> None:
     """Raise TypeError for a wrapped model whose training step uses one optimizer only."""
-    if not isinstance(model, Steps) or type(model).train_step is not Steps.train_step:
+    default = ModelWrapper.train_step
+    if not isinstance(model, ModelWrapper) or type(model).train_step is not default:
         return
     if not overrides_train_step(model.module):
         name = type(model.module).__name__

@@ -1,22 +1,20 @@
-"""Meshes of ranks with named axes, and checks and broadcasts over them."""
+"""Meshes of ranks with named axes, and checks over them."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections import ChainMap, Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
-from torch import Tensor, distributed
+from torch import distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...collectives import (
     all_gather_object,
-    comm_device,
     distributed_available,
     forget_meshes,
     get_rank,
@@ -25,11 +23,7 @@ from ...collectives import (
     run_together,
 )
 from ...registry import did_you_mean
-from ..layout import local_part
-
-_BUCKET_BYTES = 64 * 2**20
-# None stands for all ranks of the run.
-Ranks: TypeAlias = DeviceMesh | ProcessGroup | None
+from ..layout import routes
 
 # From the outermost to the innermost; so the ranks of a tensor group are consecutive.
 AXES = ("data", "replicate", "shard", "tensor")
@@ -213,7 +207,7 @@ def _gather(value: Any, mesh: DeviceMesh | None) -> list[Any]:
     if mesh is None or not distributed_available():
         return all_gather_object(value)
     by_rank = {get_rank(): value}
-    for group, _ in _routes(mesh):
+    for group, _ in routes(mesh):
         by_rank = dict(ChainMap(*all_gather_object(by_rank, group)))
     return [by_rank[rank] for rank in sorted(by_rank)]
 
@@ -226,48 +220,3 @@ def require_process_group(kind: str, remedy: str) -> None:
             "torch.distributed.init_process_group() first, or start the processes by "
             f"stepwrap.runner.launch(main, nproc=...), or {remedy}"
         )
-
-
-@torch.no_grad()
-def broadcast_from_first_rank(tensors: Iterable[Tensor], ranks: Ranks) -> None:
-    """Overwrite ``tensors`` with the tensors of the first rank; every rank must call this.
-
-    Only the local parts of sharded tensors are sent. Tensors on the meta device are skipped.
-    """
-    buckets: dict[tuple[Any, ...], list[Tensor]] = {}
-    num_bytes: Counter[tuple[Any, ...]] = Counter()
-    for local in map(local_part, tensors):
-        if local.numel() and not local.is_meta:
-            kind = (local.dtype, local.device)
-            buckets.setdefault((*kind, num_bytes[kind] // _BUCKET_BYTES), []).append(local)
-            num_bytes[kind] += local.nbytes
-    for group, source in _routes(ranks):
-        for (_, device, _), bucket in buckets.items():
-            _send(bucket, group, source, comm_device(group, prefer=device))
-
-
-def _routes(mesh: Ranks) -> Iterator[tuple[ProcessGroup | None, int]]:
-    """Yield a group for each axis, and the rank in it to broadcast from.
-
-    Used one after another, the groups bring the first rank's data to all ranks.
-    """
-    if not isinstance(mesh, DeviceMesh):
-        yield mesh, 0 if mesh is None else distributed.get_global_rank(mesh, 0)
-        return
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(f"rank {distributed.get_rank()} is not in the mesh {mesh}")
-    for axis in range(mesh.ndim):
-        if mesh.size(axis) > 1:
-            source = list(coordinate)
-            source[axis] = 0
-            yield mesh.get_group(axis), int(mesh.mesh[tuple(source)])
-
-
-def _send(bucket: Sequence[Tensor], group: Any, source: int, device: torch.device) -> None:
-    flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(device)
-    distributed.broadcast(flat, source, group=group)
-    if distributed.get_rank() != source:
-        sizes = [tensor.numel() for tensor in bucket]
-        for tensor, values in zip(bucket, torch.split(flat, sizes), strict=True):
-            tensor.copy_(values.view(tensor.shape))

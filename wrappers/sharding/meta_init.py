@@ -14,8 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..layout import copy_whole_
-from .mesh import broadcast_from_first_rank
+from ..layout import broadcast_from_first_rank, copy_whole_
 
 Initialiser: TypeAlias = Callable[[nn.Module], Any]
 _Slot: TypeAlias = tuple[nn.Module, str]

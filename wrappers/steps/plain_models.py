@@ -1,4 +1,4 @@
-"""Call models that are not written for stepwrap, name their outputs and explain their errors.
+"""Call models that are not written for stepwrap, name their outputs and explain errors of steps.
 
 Models of transformers return an output with the loss, and accept any keyword argument. Detectors of
 torchvision return losses in training mode and predictions in eval mode, and take no ``mode``.
@@ -14,14 +14,13 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from ...collectives import explain_transport
 from ...registry import did_you_mean, nearest
-from .preprocess import as_call, get_fields
+from ..features import explain_optim_wrapper
+from .preprocess import as_call, get_fields, only_moves
+from .step import MissingLossError, ModelWrapper, StepProgress, StepSupport
 
 _TARGETS = ("labels", "targets", "target")
-
-
-class MissingLossError(ValueError):
-    """Raised if the output of a model has no loss, usually because the batch has no targets."""
 
 
 class BatchMismatchError(TypeError):
@@ -129,6 +128,44 @@ def _predicts_next(model: Any) -> bool:
     if code is None or "loss_function" not in code.co_names:
         return False
     return getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
+
+
+class ModelSupport(StepSupport):
+    """Names outputs of models that are not written for stepwrap, and explains errors of steps."""
+
+    def explain(self, wrapper: Any, error: BaseException, progress: StepProgress) -> None:
+        """Raise a clearer error from the ``error`` of a training step if its cause is known."""
+        explain_optim_wrapper(error, progress.optim_wrapper, progress.data)
+        if progress.batch is not None and progress.losses is None:
+            self.explain_forward(wrapper, error, progress.data)
+        elif progress.total is not None:
+            self.explain_update(wrapper, error)
+        else:
+            explain_transport(error, "train_step")
+        if isinstance(error, MissingLossError):
+            explain_batch(wrapper.module, error, progress.data)
+
+    def explain_forward(self, wrapper: Any, error: BaseException, data: Any) -> None:
+        """Raise a clearer error from the ``error`` of a forward if its cause is known."""
+        explain_transport(error, "forward")
+        explain_forward(wrapper.module, error, data if only_moves(wrapper) else None)
+
+    def explain_update(self, wrapper: Any, error: BaseException) -> None:
+        """Raise a clearer error from the ``error`` of an update if its cause is known."""
+        wrapper._explain_update(error)
+        explain_transport(error, "train_step")
+
+    def name_outputs(self, model: Any, outputs: Any, args: Any, kwargs: Any) -> Any:
+        """Return the outputs of an evaluation step with names for metrics."""
+        return named_outputs(model, outputs, args, kwargs)
+
+
+def prepare_steps(wrapper: ModelWrapper, detect_anomalous_params: bool = False) -> None:
+    """Prepare a wrapper's steps; wrappers call this when ``wrapper.module`` is set."""
+    wrapper.detect_anomalous_params = detect_anomalous_params
+    wrapper.support = ModelSupport()
+    accept_mode(wrapper.module)
+    wrapper.add_preprocessor()
 
 
 @contextmanager

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from ...registry import MODELS
 
+# The dicts of a module that hold its hooks.
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 def get_fields(batch: Any) -> Any:
     """Return the fields of a dataclass by name; return any other batch unchanged.
@@ -219,6 +222,43 @@ class DataPreprocessor(nn.Module):
         if self._scale is not None:
             inputs = inputs / self._scale.view(shape)
         return inputs
+
+
+class Preprocessing:
+    """Give a model wrapper the method that prepares its batches."""
+
+    module: Any
+    # Used if the model has no ``data_preprocessor``.
+    _preprocessor: DataPreprocessor
+
+    def preprocess(self, data: Any, training: bool) -> Any:
+        """Prepare a batch by the model's ``data_preprocessor``, or move it to the model's device.
+
+        Raises:
+            TypeError: the result is not a list, tuple, mapping or dataclass.
+        """
+        preprocessor = getattr(self.module, "data_preprocessor", None)
+        batch = (self._preprocessor if preprocessor is None else preprocessor)(
+            data, training=training
+        )
+        return batch if isinstance(batch, (list, tuple, dict)) else as_call(batch)[1]
+
+    def add_preprocessor(self) -> None:
+        """Create the preprocessor if the model has none."""
+        if getattr(self.module, "data_preprocessor", None) is None:
+            self._preprocessor = DataPreprocessor().to(get_device(self.module))
+
+
+def only_moves(wrapper: Any) -> bool:
+    """Return whether a wrapper's preprocessor only moves batches to the device."""
+    preprocessor = getattr(wrapper.module, "data_preprocessor", None)
+    preprocess = wrapper._preprocessor if preprocessor is None else preprocessor
+    return (
+        type(preprocess) is DataPreprocessor
+        and preprocess._mean is None
+        and preprocess._std is None
+        and not any(getattr(preprocess, hooks) for hooks in MODULE_HOOKS)
+    )
 
 
 def _numbers(name: str, value: float | Sequence[float] | None) -> list[float] | None:

@@ -1,40 +1,29 @@
-"""The training, validation and test steps of all wrappers, and the wrapper for one device."""
+"""The training, validation and test steps of all wrappers, and functions as training steps."""
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor, distributed, nn
 
-from ...collectives import explain_transport
-from ...registry import MODEL_WRAPPERS
-from ..features import ModelFeatures, explain_optim_wrapper
-from ..layout import refusal
-from ..sharding.mesh import broadcast_from_first_rank
+from ..features import ModelFeatures, OptimFeatures, explain_optim_wrapper, optim_features
+from ..layout import broadcast_from_first_rank, refusal
 from ..torch_functions import check_options
-from .plain_models import (
-    MissingLossError,
-    accept_mode,
-    explain_batch,
-    explain_forward,
-    named_outputs,
-)
-from .preprocess import DataPreprocessor, as_call, get_device
+from .preprocess import Preprocessing, as_call
 from .step_checks import detect_anomalous_params, log_frozen_norms, watch_gradients
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# The dicts of a module that hold its hooks.
-MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 StepFunction: TypeAlias = Callable[[Any, Any, Any], Mapping[str, Any]]
+BatchRunner: TypeAlias = Callable[[Any, Any, Any], Any]
+UpdateFunction: TypeAlias = Callable[[Tensor], Any]
 
 
 class OptimizerWrapper(Protocol):
@@ -45,6 +34,10 @@ class OptimizerWrapper(Protocol):
 
     def update_params(self, loss: Tensor) -> None:
         """Run backward and, at the end of a window, an optimizer step."""
+
+
+class MissingLossError(ValueError):
+    """Raised if the output of a model has no loss, usually because the batch has no targets."""
 
 
 def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -153,56 +146,102 @@ class _Modes(nn.Module):
             module.eval()
 
 
-class Steps(_Modes, ModelFeatures):
+class StepProgress(NamedTuple):
+    """What a training step has computed when an error is raised; None for what is missing.
+
+    Attributes:
+        data: the batch as the step got it.
+        optim_wrapper: the second argument of the step.
+        batch: the preprocessed batch.
+        losses: the output of the forward.
+        total: the loss to optimise.
+    """
+
+    data: Any = None
+    optim_wrapper: Any = None
+    batch: Any = None
+    losses: Any = None
+    total: Any = None
+
+
+class StepSupport:
+    """What the steps of a wrapper do apart from the common case; this class does nothing.
+
+    ``prepare_steps`` gives each wrapper another one, which supports models that are not written for
+    stepwrap and explains errors.
+    """
+
+    def explain(self, wrapper: Any, error: BaseException, progress: StepProgress) -> None:
+        """Raise a clearer error from the ``error`` of a training step if its cause is known."""
+
+    def explain_forward(self, wrapper: Any, error: BaseException, data: Any) -> None:
+        """Raise a clearer error from the ``error`` of a forward if its cause is known."""
+
+    def explain_update(self, wrapper: Any, error: BaseException) -> None:
+        """Raise a clearer error from the ``error`` of an update if its cause is known."""
+
+    def name_outputs(self, model: Any, outputs: Any, args: Any, kwargs: Any) -> Any:
+        """Return the outputs of an evaluation step with names for metrics."""
+        return outputs
+
+
+class ModelWrapper(_Modes, Preprocessing, ModelFeatures):
     """Base class that gives model wrappers their training, validation and test steps.
 
     A model wrapper is a module with the user's model as child ``module``. If the model has no
     ``data_preprocessor``, ``parse_losses``, ``val_step`` or ``test_step``, the steps use the
     defaults of ``BaseModel``.
 
+    ``train_step`` contains only the common case. Other parts are attached to it from outside:
+
     Attributes:
+        batch_runner: runs a batch (forward, backward and update) instead of the default; called as
+            ``batch_runner(wrapper, data, optim_wrapper)``. It returns the values to log, or
+            NotImplemented to run the batch by the default. Set for models with their own
+            ``train_step`` and for compiled steps.
+        update_decorators: functions that take the wrapper and the function that updates by a loss,
+            and return another such function.
+        support: explains errors and names the outputs of evaluations.
         passed_on: parameters that ``**options`` accepts although no base class declares them.
     """
 
     module: Any
+    batch_runner: BatchRunner | None = None
+    update_decorators: tuple[Callable[[Any, UpdateFunction], UpdateFunction], ...] = ()
+    support: StepSupport = StepSupport()
     passed_on: Iterable[inspect.Parameter] = ()
     __call__: Callable[..., Any]
-    _preprocessor: DataPreprocessor
-    # Whether the training step is the model's own train_step.
-    _uses_model_step: bool = False
-    # Whether the steps may skip self.forward, because it only calls the model.
+    # Whether the training step may skip self.forward, because it only calls the model.
     _calls_model_directly: bool = False
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         """Train on one batch; return the detached values to log. Every rank must call this."""
-        model, stage = self.module, "preparation"
+        batch = losses = total = None
         try:
-            if self._uses_model_step:
-                stage = "update"
-                return model.train_step(data, optim_wrapper)  # type: ignore[no-any-return]
+            if (run := self.batch_runner) is not None:
+                logs = run(self, data, optim_wrapper)
+                if logs is not NotImplemented:
+                    return logs  # type: ignore[no-any-return]
             with optim_wrapper.optim_context(self):
                 batch = self.preprocess(data, training=True)
-                if getattr(optim_wrapper, "loss_weight", None) is not None:
-                    optim_wrapper.weigh(batch, self)
-                stage, forward = "forward", model if self._calls_model_directly else self
+                # Saves a call for our own optimizer wrappers.
+                is_ours = isinstance(optim_wrapper, OptimFeatures)
+                features = optim_wrapper if is_ours else optim_features(optim_wrapper)
+                features.weigh(batch, self)
                 args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
+                forward = self.module if self._calls_model_directly else self
                 losses = forward(*args, **kwargs, mode="loss")
-            stage, parse = "losses", getattr(model, "parse_losses", parse_losses)
+            parse = getattr(self.module, "parse_losses", parse_losses)
             total, logs = parse(losses)
-            stage = "update"
-            if self.detect_anomalous_params:
-                # `update_and_detect` already explains errors of the update.
-                stage = "detection"
-                self.update_and_detect(total, optim_wrapper)
-            else:
-                optim_wrapper.update_params(total)
+            update = optim_wrapper.update_params
+            for decorate in self.update_decorators:
+                update = decorate(self, update)
+            update(total)
         except BaseException as error:
-            explain_optim_wrapper(error, optim_wrapper, data)
-            self._raise_explained(error, stage, data)
+            progress = StepProgress(data, optim_wrapper, batch, losses, total)
+            self.support.explain(self, error, progress)
             raise
-        if parse is parse_losses:
-            return logs
-        return {name: v.detach() if isinstance(v, Tensor) else v for name, v in logs.items()}
+        return logs if parse is parse_losses else detached(logs)
 
     def train_steps(
         self, batches: Iterable[Any], optim_wrapper: OptimizerWrapper
@@ -212,11 +251,7 @@ class Steps(_Modes, ModelFeatures):
         A compiled step checks the model only before the first batch, so the iterable must not
         change the model. Every rank must call this.
         """
-        self.recheck_every(sys.maxsize)
-        try:
-            return [self.train_step(batch, optim_wrapper) for batch in batches]
-        finally:
-            self.recheck_every(1)
+        return [self.train_step(batch, optim_wrapper) for batch in batches]
 
     def val_step(self, data: Any) -> Any:
         """Evaluate one batch by the model's ``val_step``.
@@ -269,6 +304,16 @@ class Steps(_Modes, ModelFeatures):
             raise TypeError(refusal(f"a {type(self).__name__} of a group of ranks"))
         return super().__reduce_ex__(protocol)
 
+    @property
+    def detect_anomalous_params(self) -> bool:
+        """Whether every step searches for parameters without a gradient."""
+        return _detecting in self.update_decorators
+
+    @detect_anomalous_params.setter
+    def detect_anomalous_params(self, detect: bool) -> None:
+        decorators = [decorate for decorate in self.update_decorators if decorate is not _detecting]
+        self.update_decorators = (*decorators, _detecting) if detect else tuple(decorators)
+
     def update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
         """Call ``optim_wrapper.update_params``; log parameters that got no gradient."""
         model: Any = self
@@ -277,33 +322,12 @@ class Steps(_Modes, ModelFeatures):
                 optim_wrapper.update_params(total)
             except BaseException as error:
                 # Custom steps and the Lightning strategy call this method too.
-                self._raise_explained(error)
+                self.support.explain_update(self, error)
                 raise
         detect_anomalous_params(total, model, received=received)
 
-    def preprocess(self, data: Any, training: bool) -> Any:
-        """Prepare a batch by the model's ``data_preprocessor``, or move it to the model's device.
-
-        Raises:
-            TypeError: the result is not a list, tuple, mapping or dataclass.
-        """
-        preprocessor = getattr(self.module, "data_preprocessor", None)
-        batch = (self._preprocessor if preprocessor is None else preprocessor)(
-            data, training=training
-        )
-        return batch if isinstance(batch, (list, tuple, dict)) else as_call(batch)[1]
-
-    def _raise_explained(
-        self, error: BaseException, stage: str = "update", data: Any = None
-    ) -> None:
-        """Raise a clearer error from ``error`` if its cause is known; otherwise do nothing."""
-        if stage == "forward":
-            explain_transport(error, "forward")
-            explain_forward(self.module, error, data if only_moves(self) else None)
-        else:
-            explain_transport(error, "train_step")
-        if isinstance(error, MissingLossError):
-            explain_batch(self.module, error, data)
+    def _explain_update(self, error: BaseException) -> None:
+        """Raise a clearer error if an update failed for a reason that this wrapper knows."""
 
     def _evaluate(self, name: str, data: Any) -> Any:
         model = self.module
@@ -313,9 +337,9 @@ class Steps(_Modes, ModelFeatures):
         try:
             outputs = model(*args, **kwargs, mode="predict")
         except (TypeError, RuntimeError) as error:
-            self._raise_explained(error, "forward", data)
+            self.support.explain_forward(self, error, data)
             raise
-        return named_outputs(model, outputs, args, kwargs)
+        return self.support.name_outputs(model, outputs, args, kwargs)
 
     @classmethod
     def config_signature(cls) -> inspect.Signature:
@@ -340,60 +364,31 @@ class Steps(_Modes, ModelFeatures):
         names = [name for name in cls.config_signature().parameters if name != "module"]
         check_options(cls.__name__, options, names)
 
-    def _prepare_steps(self, detect: bool) -> None:
-        """Set up the steps; wrappers call this when ``self.module`` is set."""
-        self.detect_anomalous_params = detect
-        accept_mode(self.module)
-        if getattr(self.module, "data_preprocessor", None) is None:
-            self._preprocessor = DataPreprocessor().to(get_device(self.module))
+    def _adopt_model_step(self) -> None:
+        """Run batches by the model's own ``train_step`` if it has one."""
+        self.runs_model_step = overrides_train_step(self.module)
+        self.batch_runner = _run_model_step if self.runs_model_step else None
 
 
-_W = TypeVar("_W", bound=Steps)
+def _detecting(wrapper: ModelWrapper, update: UpdateFunction) -> UpdateFunction:
+    """Return an update that logs parameters without a gradient."""
+    return lambda total: wrapper.update_and_detect(total, SimpleNamespace(update_params=update))
 
 
-@MODEL_WRAPPERS.register_module(name=["SingleDevice", "single"])
-class SingleDevice(Steps, nn.Module):
-    """Run the steps of a model on the device of the model.
-
-    If the model defines ``train_step``, that method is used. To change a step, override
-    ``train_step``, ``val_step`` or ``test_step`` in a subclass; see docs/custom_steps.md.
-
-    Args:
-        detect_anomalous_params: after every step, search for parameters without a gradient, and
-            log each set of them once. It takes some microseconds per parameter and step, so use it
-            for debugging only.
-
-    Raises:
-        ValueError: ``detect_anomalous_params`` is set, and the model defines ``train_step``.
-    """
-
-    def __init__(self, module: nn.Module, *, detect_anomalous_params: bool = False) -> None:
-        super().__init__()
-        self.module = module
-        self._prepare_steps(detect_anomalous_params)
-        self._calls_model_directly = type(self).forward is SingleDevice.forward
-        self._uses_model_step = overrides_train_step(module)
-        if detect_anomalous_params and self._uses_model_step:
-            raise ValueError(
-                "detect_anomalous_params needs the default train_step of the wrapper, but "
-                f"{type(module).__name__} defines train_step; remove one of the two"
-            )
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the model."""
-        return self.module(*inputs, **kwargs)
+def _run_model_step(wrapper: Any, data: Any, optim_wrapper: Any) -> Mapping[str, Any]:
+    try:
+        return wrapper.module.train_step(data, optim_wrapper)  # type: ignore[no-any-return]
+    except BaseException as error:
+        wrapper.support.explain_update(wrapper, error)
+        raise
 
 
-def only_moves(wrapper: Any) -> bool:
-    """Return whether a wrapper's preprocessor only moves batches to the device."""
-    preprocessor = getattr(wrapper.module, "data_preprocessor", None)
-    preprocess = wrapper._preprocessor if preprocessor is None else preprocessor
-    return (
-        type(preprocess) is DataPreprocessor
-        and preprocess._mean is None
-        and preprocess._std is None
-        and not any(getattr(preprocess, hooks) for hooks in MODULE_HOOKS)
-    )
+def detached(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return logs with detached tensors."""
+    return {name: v.detach() if isinstance(v, Tensor) else v for name, v in logs.items()}
+
+
+_W = TypeVar("_W", bound=ModelWrapper)
 
 
 def overrides_train_step(model: nn.Module) -> bool:
@@ -406,7 +401,7 @@ def overrides_train_step(model: nn.Module) -> bool:
 
 
 def reject_model_train_step(
-    wrapper: type[Steps], model: nn.Module, why: str, remedy: str = ""
+    wrapper: type[ModelWrapper], model: nn.Module, why: str, remedy: str = ""
 ) -> None:
     """Raise TypeError if ``model`` defines a ``train_step`` that cannot run in ``wrapper``.
 
@@ -414,7 +409,7 @@ def reject_model_train_step(
         why: the end of the message "the step calls the model directly, which ...".
         remedy: text with another solution, which the message gives first.
     """
-    if wrapper.train_step is not Steps.train_step or not overrides_train_step(model):
+    if wrapper.train_step is not ModelWrapper.train_step or not overrides_train_step(model):
         return
     public = next(
         base for base in wrapper.__mro__ if base.__module__.startswith("stepwrap.wrappers.")
@@ -443,7 +438,7 @@ def with_train_step(wrapper: type[_W], function: StepFunction) -> type[_W]:
         TypeError: ``wrapper`` is not the class of a wrapper, or ``function`` does not take three
             arguments. The training step raises it if the function does not return such a dict.
     """
-    if not (isinstance(wrapper, type) and issubclass(wrapper, Steps)):
+    if not (isinstance(wrapper, type) and issubclass(wrapper, ModelWrapper)):
         raise TypeError(f"with_train_step needs the class of a model wrapper, got {wrapper!r}")
     check_step_function(function)
     name = _get_name(function)

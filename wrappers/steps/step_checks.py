@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...collectives import get_rank
+from ..features import model_features
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ _STRIDE = Tensor.stride
 
 def has_custom_step(model: Any) -> bool:
     """Return whether a wrapper runs a custom training step: a subclass's method or the model's."""
-    if getattr(model, "_uses_model_step", False):
+    if model_features(model).runs_model_step:
         return True
     owner = next((base for base in type(model).__mro__ if "train_step" in vars(base)), None)
     return owner is None or not owner.__module__.startswith("stepwrap.wrappers.")

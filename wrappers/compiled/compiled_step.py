@@ -1,11 +1,12 @@
-"""The compiled training step of a wrapper, which decides when to run the usual step instead."""
+"""Run the batches of a wrapper by compiled programs, or decide to run the usual step instead."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from inspect import getattr_static
 from typing import Any
@@ -17,22 +18,22 @@ from ...collectives import get_rank
 from ..batchnorm.sync_batchnorm import SynchronizedBatchNorm
 from ..ddp.distributed import StepDistributedDataParallel
 from ..features import require_optim_wrapper
-from ..layout import is_dtensor
+from ..layout import broadcast_from_first_rank, is_dtensor
+from ..one_process import SingleDevice
 from ..optimizers.amp import AmpOptimWrapper
 from ..optimizers.first_update import FirstUpdate
 from ..optimizers.gates import GradientGate
 from ..optimizers.optim import OptimWrapper
 from ..optimizers.optim_state import has_sharded_state
 from ..optimizers.windows import WeightedWindow
-from ..sharding.mesh import broadcast_from_first_rank
-from ..steps.preprocess import as_call, get_device
-from ..steps.step import MODULE_HOOKS, SingleDevice, only_moves, parse_losses
+from ..steps.preprocess import MODULE_HOOKS, as_call, get_device, only_moves
+from ..steps.step import detached, parse_losses
 from ..steps.step_checks import has_custom_step
-from .compiled import StepVariant, detached, shared_buffers, step_in_eager_mode
+from .capture import NotCompilableError, NotReadyError, first_line
 from .contract import find_obstacles
-from .errors import NotCompilableError, NotReadyError, first_line
 from .program import Compiler
 from .trace import GradientPlan
+from .variant import StepVariant, shared_buffers, update_like_programs
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +54,14 @@ _SETTINGS_CHANGE = (
 )
 # Compared with the optimizer wrapper of the first step.
 _NO_OPTIM_WRAPPER = object()
+_CUSTOM = "the wrapper has a custom train_step or forward"
 _AUTOCAST = "torch.autocast is entered around train_step: use AmpOptimWrapper instead"
 
 
 class CompiledStep:
-    """A compiled replacement for a wrapper's ``train_step``.
+    """The compiled part of a wrapper's ``train_step``: forward, backward and update of a batch.
 
-    If a step cannot be compiled, the usual ``train_step`` runs. Each reason is logged once.
+    If a step cannot be compiled, the usual step runs. Each reason is logged once.
 
     Args:
         wrapper: the wrapper of the model.
@@ -105,38 +107,38 @@ class CompiledStep:
     def __reduce__(self) -> Any:
         return type(self), (self._wrapper, *self._options)
 
-    def __call__(self, data: Any, optim_wrapper: Any) -> dict[str, Any]:
-        """Train on one batch and return the values to log. Every rank must call this."""
+    def attach(self) -> None:
+        """Make the wrapper run its batches by programs, unless it has a custom training step."""
         wrapper = self._wrapper
+        if has_custom_step(wrapper):
+            self._log_once(_CUSTOM)
+            return
+        wrapper.batch_runner = self
+        wrapper.train_steps, wrapper.recheck_every = self.train_steps, self.recheck_every
+
+    def __call__(self, wrapper: Any, data: Any, optim_wrapper: Any) -> Any:
+        """Run a batch and return the values to log; NotImplemented if the usual step must run.
+
+        Every rank must call this.
+        """
         if not self._is_ready(optim_wrapper):
             self._left = 0
-            return type(wrapper).train_step(wrapper, data, optim_wrapper)  # type: ignore[no-any-return]
-        stage = "update"
+            self._expect_changes()
+            return NotImplemented
+        if (logs := self._run_unchecked(data, optim_wrapper)) is not None:
+            return logs
+        with optim_wrapper.optim_context(wrapper):
+            batch = wrapper.preprocess(data, training=True)
+            optim_wrapper.weigh(batch, wrapper)
+            return self._step(data, batch, optim_wrapper)
+
+    def train_steps(self, batches: Iterable[Any], optim_wrapper: Any) -> list[dict[str, Any]]:
+        """Train on several batches, with a check of the model only before the first one."""
+        self.recheck_every(sys.maxsize)
         try:
-            if (logs := self._again(data, optim_wrapper)) is not None:
-                return logs
-            stage = "preparation"
-            with optim_wrapper.optim_context(wrapper):
-                batch = wrapper.preprocess(data, training=True)
-                optim_wrapper.weigh(batch, wrapper)
-                stage = "update"
-                if (logs := self._step(batch, optim_wrapper)) is not None:
-                    return logs
-                stage = "forward"
-                args, kwargs = as_call(batch)
-                losses = wrapper(*args, **kwargs, mode="loss")
-            stage = "losses"
-            total, logs = getattr(wrapper.module, "parse_losses", parse_losses)(losses)
-            stage = "update"
-            if wrapper.detect_anomalous_params:
-                stage = "detection"
-                wrapper.update_and_detect(total, optim_wrapper)
-            else:
-                optim_wrapper.update_params(total)
-            return detached(logs)
-        except BaseException as error:
-            wrapper._raise_explained(error, stage, data)
-            raise
+            return [self._wrapper.train_step(batch, optim_wrapper) for batch in batches]
+        finally:
+            self.recheck_every(1)
 
     def _is_ready(self, optim_wrapper: Any) -> bool:
         """Return whether this step may be compiled; the result is the same on all ranks."""
@@ -163,22 +165,20 @@ class CompiledStep:
             kind = type(getattr(deciding[-1], "guard", deciding[-1])).__name__
             self._log_once(f"{kind} reads the gradients before each update")
             return False
+        if self._wrapper.update_decorators:
+            self._log_once("detect_anomalous_params checks each gradient")
+            return False
         return True
 
-    def _again(self, data: Any, optim_wrapper: Any) -> dict[str, Any] | None:
+    def _run_unchecked(self, data: Any, optim_wrapper: Any) -> dict[str, Any] | None:
         """Run a step without checking the model again; return None if no step was run."""
         if not self._left:
             return None
         self._left -= 1
-        return None if self._is_autocast else self.programs[0].again(data, optim_wrapper)
+        return None if self._is_autocast else self.programs[0].run_unchecked(data, optim_wrapper)
 
-    def _step(self, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
-        """Run a step by a program, if there is one, and return the values to log.
-
-        Without a program, a single rank returns None and runs no step. If several ranks average
-        gradients, an eager step runs instead, which averages them in the same joined tensors as the
-        programs of the other ranks.
-        """
+    def _step(self, data: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
+        """Run a preprocessed batch by a program if there is one, otherwise by an eager step."""
         wrapper = self._wrapper
         self._left = 0
         plan = _plan(wrapper, optim_wrapper)
@@ -202,9 +202,39 @@ class CompiledStep:
                 self._left = self._block - 1
             if logs is not None:
                 return logs
+        self._expect_changes()
+        return self._step_eagerly(data, batch, optim_wrapper, plan.ranks)
+
+    def _expect_changes(self) -> None:
+        """Verify the next step of each program, because an eager step runs now."""
         for program in self.programs:
             program.expect_change()
-        return step_in_eager_mode(wrapper, batch, optim_wrapper) if plan.ranks > 1 else None
+
+    def _step_eagerly(
+        self, data: Any, batch: Any, optim_wrapper: Any, ranks: int
+    ) -> dict[str, Any]:
+        """Run an eager step; ranks that average gradients do it as the programs of other ranks."""
+        wrapper = self._wrapper
+        model = wrapper.module
+        args, kwargs = as_call(batch)
+        forward = wrapper if ranks == 1 else model
+        try:
+            losses = forward(*args, **kwargs, mode="loss")
+        except BaseException as error:
+            wrapper.support.explain_forward(wrapper, error, data)
+            raise
+        # The usual step sums the losses and updates outside of autocast.
+        with torch.autocast(get_device(model).type, enabled=False):
+            total, logs = getattr(model, "parse_losses", parse_losses)(losses)
+            if ranks == 1:
+                try:
+                    optim_wrapper.update_params(total)
+                except BaseException as error:
+                    wrapper.support.explain_update(wrapper, error)
+                    raise
+            else:
+                update_like_programs(total, optim_wrapper, wrapper.data_group)
+        return detached(logs)
 
     def recheck_every(self, steps: int) -> bool:
         """Check the model for changes only before every ``steps``-th step, starting with the next.
@@ -358,10 +388,8 @@ def _obstacles(wrapper: Any, optim_wrapper: Any, allow_custom: bool) -> Iterator
     name = type(optim_wrapper).__name__
     if not isinstance(wrapper, (SingleDevice, StepDistributedDataParallel)):
         yield f"{type(wrapper).__name__} is not supported; only single and ddp are compiled"
-    if has_custom_step(wrapper) or type(wrapper).forward not in _FORWARDS:
-        yield "the wrapper has a custom train_step or forward"
-    if wrapper.detect_anomalous_params:
-        yield "detect_anomalous_params checks each gradient"
+    if type(wrapper).forward not in _FORWARDS:
+        yield _CUSTOM
     if type(optim_wrapper) not in (OptimWrapper, AmpOptimWrapper):
         yield f"{name} is not an OptimWrapper or AmpOptimWrapper"
         return

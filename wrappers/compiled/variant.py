@@ -12,14 +12,11 @@ import torch
 from torch import Tensor, distributed
 from torch.fx import Interpreter
 
-from ..layout import get_parameters
-from ..sharding.mesh import broadcast_from_first_rank
-from ..steps.preprocess import as_call, get_device
-from ..steps.step import parse_losses
-from .capture import Captured, batch_reader, capture, tensors_in
+from ..layout import broadcast_from_first_rank, get_parameters
+from ..steps.preprocess import get_device
+from .capture import Captured, NotCompilableError, batch_reader, capture, tensors_in
 from .contract import Contract, share_memory
 from .cuda_graph import CudaGraph, warm_up
-from .errors import NotCompilableError
 from .program import Compiler, Program
 from .reference import EagerStep, changed_values, clone_batch, update
 from .trace import (
@@ -167,7 +164,7 @@ class StepVariant:
         """Verify the next step, in case the model has changed, unless one was verified recently."""
         self._verifier.expect_change(self._uses)
 
-    def again(self, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
+    def run_unchecked(self, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
         """Run one step without checking the model; return the values to log.
 
         If the plan may differ, if settings or the kind of batch have changed, or if a verification
@@ -274,7 +271,7 @@ class StepVariant:
                 values["norm"] = {} if norm is None else {_NORM: norm}
             return {**values, **changed_values(step.places)}
 
-        def made(outputs: list[Tensor]) -> dict[str, dict[str, Tensor]]:
+        def program_values(outputs: list[Tensor]) -> dict[str, dict[str, Tensor]]:
             values = {"logs": dict(zip(self._names, outputs, strict=False))}
             remaining = outputs[count:]
             if not is_whole:
@@ -291,7 +288,7 @@ class StepVariant:
             return {**values, **changed_values(self._places)}
 
         try:
-            return self._verifier.run(self._uses, partial(self._run, inputs), made, usual)
+            return self._verifier.run(self._uses, partial(self._run, inputs), program_values, usual)
         except NotCompilableError:
             for (_, tensor), (_, was) in zip(tensors_in(batch), tensors_in(before), strict=True):
                 tensor.copy_(was)
@@ -306,12 +303,12 @@ class StepVariant:
             values = {} if norm is None else {_NORM: norm}
             return {"norm": values, **changed_values(step.places)}
 
-        def made(outputs: list[Tensor]) -> dict[str, dict[str, Tensor]]:
+        def program_values(outputs: list[Tensor]) -> dict[str, dict[str, Tensor]]:
             values = dict(zip([_NORM], outputs, strict=False))
             return {"norm": values, **changed_values(self._places)}
 
         program = partial(self._update, [*self._moved, *joined])
-        return self._verifier.run(self._uses, program, made, usual)
+        return self._verifier.run(self._uses, program, program_values, usual)
 
 
 def _forward(
@@ -343,27 +340,16 @@ class _Interpreter(Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def step_in_eager_mode(wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
-    """Run an eager step that averages the gradients in joined tensors, as programs do.
+def update_like_programs(total: Tensor, optim_wrapper: Any, group: Any) -> None:
+    """Run an eager update that averages the gradients in joined tensors, as programs do.
 
     This is necessary because other ranks may run a program for their batches.
     """
-    model = wrapper.module
-    args, kwargs = as_call(batch)
-    losses = model(*args, **kwargs, mode="loss")
-    with torch.autocast(get_device(model).type, enabled=False):
-        total, logs = getattr(model, "parse_losses", parse_losses)(losses)
-        optim_wrapper.backward(optim_wrapper.scale_loss(total))
-        if optim_wrapper.should_update():
-            _average(get_parameters(optim_wrapper.optimizer), wrapper.data_group)
-            optim_wrapper.step()
-            optim_wrapper.zero_grad()
-    return detached(logs)
-
-
-def detached(logs: dict[str, Any]) -> dict[str, Any]:
-    """Return logs with detached tensors."""
-    return {name: v.detach() if isinstance(v, Tensor) else v for name, v in logs.items()}
+    optim_wrapper.backward(optim_wrapper.scale_loss(total))
+    if optim_wrapper.should_update():
+        _average(get_parameters(optim_wrapper.optimizer), group)
+        optim_wrapper.step()
+        optim_wrapper.zero_grad()
 
 
 def shared_buffers(wrapper: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The wrapper that splits a batch over several copies of the model in one process."""
+"""The wrappers for one process: on one device, or with a copy of the model on each device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,47 @@ from ..registry import MODEL_WRAPPERS
 from .batchnorm.conversion import apply_sync_batchnorm
 from .replicas.data_parallel import ReplicationCallbackDataParallel
 from .replicas.scatter_gather import dict_gather, join, scatter_samples, share_of_each
-from .steps.plain_models import drops_mode
+from .steps.plain_models import drops_mode, prepare_steps
 from .steps.preprocess import move
-from .steps.step import Steps, reject_model_train_step
+from .steps.step import ModelWrapper, reject_model_train_step
 from .torch_functions import uncompiled
 
 
+@MODEL_WRAPPERS.register_module(name=["SingleDevice", "single"])
+class SingleDevice(ModelWrapper, nn.Module):
+    """Run the steps of a model on the device of the model.
+
+    If the model defines ``train_step``, that method is used. To change a step, override
+    ``train_step``, ``val_step`` or ``test_step`` in a subclass; see docs/custom_steps.md.
+
+    Args:
+        detect_anomalous_params: after every step, search for parameters without a gradient, and
+            log each set of them once. It takes some microseconds per parameter and step, so use it
+            for debugging only.
+
+    Raises:
+        ValueError: ``detect_anomalous_params`` is set, and the model defines ``train_step``.
+    """
+
+    def __init__(self, module: nn.Module, *, detect_anomalous_params: bool = False) -> None:
+        super().__init__()
+        self.module = module
+        prepare_steps(self, detect_anomalous_params)
+        self._calls_model_directly = type(self).forward is SingleDevice.forward
+        self._adopt_model_step()
+        if detect_anomalous_params and self.runs_model_step:
+            raise ValueError(
+                "detect_anomalous_params needs the default train_step of the wrapper, but "
+                f"{type(module).__name__} defines train_step; remove one of the two"
+            )
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.module(*inputs, **kwargs)
+
+
 @MODEL_WRAPPERS.register_module(name=["StepDataParallel", "MMDataParallel", "DataParallel", "dp"])
-class StepDataParallel(Steps, ReplicationCallbackDataParallel):
+class StepDataParallel(ModelWrapper, ReplicationCallbackDataParallel):
     """A ``ReplicationCallbackDataParallel`` with training, validation and test steps.
 
     For one process with several devices, over which each batch is split. A training step calls the
@@ -77,7 +110,7 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
             )
         module = apply_sync_batchnorm(module, sync_batchnorm)
         super().__init__(module, device_ids, output_device, dim, **options)
-        self._prepare_steps(detect_anomalous_params)
+        prepare_steps(self, detect_anomalous_params)
         if self.scatter_strategy is None and drops_mode(module):
             # A detector gets lists of images of different sizes, so the lists must be split.
             self.scatter_strategy = scatter_samples
