@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from ..wrappers.steps.buffers import uncounted_batch
 from .logs import WeightedLogs
 from .schedule import get_members, get_windows, is_weighted
 from .state import LoopState
@@ -23,7 +24,7 @@ def get_step(state: LoopState) -> Step:
     counts = hasattr(optim, "begin_batch" if is_group else "inner_count")
     if counts and (is_group or longest > 1):
         step = _counted(step, type(wrapper).__name__, longest, is_group)
-    return _weighted(step) if is_weighted(optim) else step
+    return _weighted(step, wrapper) if is_weighted(optim) else step
 
 
 def _counted(step: Step, name: str, longest: int, is_group: bool) -> Step:
@@ -51,11 +52,16 @@ def _counted(step: Step, name: str, longest: int, is_group: bool) -> Step:
     return counted_step
 
 
-def _weighted(step: Step) -> Step:
-    """Return a step whose logs carry the weight of the batch's loss."""
+def _weighted(step: Step, wrapper: Any) -> Step:
+    """Return a step whose logs carry the weight of the batch's loss; 0 if it does not count."""
 
     def weighted_step(data: Any, optim_wrapper: Any) -> Any:
-        logs, weight = step(data, optim_wrapper), optim_wrapper.last_weight
+        if optim_wrapper.batch_counts:
+            logs = step(data, optim_wrapper)
+        else:
+            with uncounted_batch(wrapper, optim_wrapper):
+                logs = step(data, optim_wrapper)
+        weight = optim_wrapper.last_weight
         return logs if weight is None else WeightedLogs(logs, weight)
 
     return weighted_step

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import SyncBatchNorm
 
 from ..collectives import (
     all_gather_object,
@@ -82,6 +84,7 @@ class PassInputs:
         if self._weighted:
             self._compares = self._compares or len(set(lengths)) > 1
             self._sampler = find_sampler(loader)
+            _refuse_torchs_norms(state.model, lengths, self._sampler)
             return
         self._options = features.uneven_inputs
         if self._options is not None:
@@ -300,6 +303,25 @@ def true_on_all_ranks(group: dist.ProcessGroup | None, *values: bool) -> list[bo
     answers = torch.tensor(values, dtype=torch.uint8, device=comm_device(group))
     dist.all_reduce(answers, dist.ReduceOp.MIN, group=group)
     return [bool(answer) for answer in answers.tolist()]
+
+
+def _refuse_torchs_norms(model: nn.Module, lengths: Sequence[int | None], sampler: Any) -> None:
+    """Raise ValueError if torch's SyncBatchNorm would count a batch of weight zero.
+
+    Every rank must call this.
+    """
+    norms = (path for path, module in model.named_modules() if isinstance(module, SyncBatchNorm))
+    path = next(norms, None)
+    if path is None or len(lengths) == 1:
+        return
+    has_padding = sampler is not None and not all(map(sampler.counts, range(len(sampler))))
+    if len(set(lengths)) > 1 or any(all_gather_object(has_padding)):
+        raise ValueError(
+            f"{path} must be a SynchronizedBatchNorm, got torch.nn.SyncBatchNorm, which cannot "
+            "leave out the batches of weight zero that a rank without data runs, here with "
+            f"{lengths} batches (by rank): convert the model with sync_batchnorm: true or "
+            "convert_sync_batchnorm(model)"
+        )
 
 
 def _check(state: LoopState, by_epoch: bool) -> None:

@@ -35,6 +35,7 @@ from .replicas.session import ReplicationError, ReplicationSession
 from .replicas.sync_master import FutureResult, SlavePipe, SyncMaster
 from .sharding.mesh import Mesh, build_mesh
 from .sharding.meta_init import meta_parameters
+from .steps.buffers import uncounted_batch
 from .steps.model import BaseModel, SupervisedModel
 from .steps.preprocess import DataPreprocessor
 from .steps.step import parse_losses, with_train_step
@@ -106,6 +107,7 @@ __all__ = [
     "revert_sync_batchnorm",
     "set_sbn_eps_mode",
     "total_norm",
+    "uncounted_batch",
     "user_scattered",
     "with_train_step",
     "wrap_model",

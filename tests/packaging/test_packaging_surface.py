@@ -83,8 +83,8 @@ DOORS = {
         convert_sync_batchnorm detect_anomalous_params dict_gather
         exec_data_parallel_replication_callback initialize is_model_wrapper is_module_wrapper
         meta_parameters parallelize param_groups parse_losses patch_replication_callback
-        patch_sync_batchnorm revert_sync_batchnorm set_sbn_eps_mode total_norm user_scattered
-        with_train_step wrap_model
+        patch_sync_batchnorm revert_sync_batchnorm set_sbn_eps_mode total_norm
+        uncounted_batch user_scattered with_train_step wrap_model
     """,
 }
 

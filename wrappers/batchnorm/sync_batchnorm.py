@@ -40,8 +40,9 @@ _WITHOUT_GRAPHS = (
 )
 _default_eps_mode: list[EpsMode] = ["plus"]
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-# Flags that a rank sends: its output is part of a graph, its input requires a gradient, it failed.
-_IN_GRAPH, _INPUT_NEEDS_GRAD, _FAILED = 1, 2, 4
+# Flags that a rank sends: its output is part of a graph, its input requires a gradient, it failed,
+# its samples do not count.
+_IN_GRAPH, _INPUT_NEEDS_GRAD, _FAILED, _LEFT_OUT = 1, 2, 4, 8
 # The first entries of a rank's message: count, flags, number of the call. The moments follow.
 _HEADER = 3
 # Call numbers are taken modulo this, so that sums of their squares over many ranks are exact in
@@ -104,6 +105,8 @@ class SynchronizedBatchNorm(_BatchNorm):
     precision: Precision = "fp32"
     _place: _Place | None = None
     _call_counter: _CallCounter | None = None
+    # Whether the samples of this rank do not count, as in `uncounted_batch`.
+    leaves_out = False
     _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
 
     def __init__(
@@ -136,6 +139,11 @@ class SynchronizedBatchNorm(_BatchNorm):
             synchronised: Tensor = self._synchronised(input)
             return synchronised
         return super().forward(input)
+
+    @property
+    def shares_statistics(self) -> bool:
+        """Whether the layer trains with the statistics of several ranks."""
+        return self._place is None and _is_shared(self.process_group)
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         """Remember the session of the replication; called for every copy."""
@@ -189,11 +197,14 @@ class SynchronizedBatchNorm(_BatchNorm):
             _merge_ranks(self, no_moments(self.num_features, x.device), _FAILED, number, error)
             raise
         flags = chunk.is_in_graph * _IN_GRAPH + chunk.x.requires_grad * _INPUT_NEEDS_GRAD
-        merged, input_needs_grad = _merge_ranks(self, local_moments, flags, number)
-        stats = self._statistics(merged)
-        self._update_running_stats(stats)
-        sum_ranks = partial(_sum_ranks, type(self).__name__, self.process_group, number)
-        (output,) = connect(BackwardOptions(stats, input_needs_grad, sum_ranks), [chunk])
+        flags += self.leaves_out * _LEFT_OUT
+        merged = _merge_ranks(self, local_moments, flags, number)
+        stats = self._statistics(merged.moments)
+        if merged.counts:
+            self._update_running_stats(stats)
+        is_apart = self.leaves_out and merged.counts
+        sum_ranks = partial(_sum_ranks, type(self).__name__, self.process_group, number, is_apart)
+        (output,) = connect(BackwardOptions(stats, merged.input_needs_grad, sum_ranks), [chunk])
         return self._fill(output, x, stats)
 
     def _statistics(self, merged: Moments) -> Statistics:
@@ -297,14 +308,28 @@ def _number_layer(layer: SynchronizedBatchNorm, group: distributed.ProcessGroup)
     return _CallCounter(weakref.ref(group), _num_layers[group])
 
 
+class _Merged(NamedTuple):
+    """The moments of the ranks whose samples count.
+
+    Attributes:
+        input_needs_grad: whether the input of any rank requires a gradient.
+        counts: whether the samples of any rank count. If not, all samples are used, so that the
+            outputs are finite.
+    """
+
+    moments: Moments
+    input_needs_grad: bool
+    counts: bool
+
+
 def _merge_ranks(
     layer: SynchronizedBatchNorm,
     local_moments: Moments,
     flags: int,
     number: int,
     problem: Exception | None = None,
-) -> tuple[Moments, bool]:
-    """Return the moments of all ranks, and whether any rank's input requires a gradient.
+) -> _Merged:
+    """Merge the moments of all ranks.
 
     Every rank must call this, even if it has no values or its forward failed.
 
@@ -330,10 +355,15 @@ def _merge_ranks(
         distributed.all_gather(list(rows.unbind()), message, group)
     counts, all_flags, numbers = rows[:, :_HEADER].long().t().tolist()
     _check_ranks(layer, all_flags, numbers, problem)
+    left_out = [rank for rank, rank_flags in enumerate(all_flags) if rank_flags & _LEFT_OUT]
+    any_counts = len(left_out) < len(counts)
+    for rank in left_out if any_counts else ():
+        # The moments as well, because 0 * NaN is NaN.
+        counts[rank] = 0
+        rows[rank, _HEADER:].zero_()
     means, m2s = rows[:, _HEADER:].to(device).tensor_split(2, dim=1)
-    return merge(counts, means, m2s), any(
-        rank_flags & _INPUT_NEEDS_GRAD for rank_flags in all_flags
-    )
+    needs_grad = any(rank_flags & _INPUT_NEEDS_GRAD for rank_flags in all_flags)
+    return _Merged(merge(counts, means, m2s), needs_grad, any_counts)
 
 
 def _check_ranks(
@@ -371,13 +401,22 @@ def _check_ranks(
 
 
 def _sum_ranks(
-    name: str, group: distributed.ProcessGroup | None, number: int, total: Tensor
+    name: str,
+    group: distributed.ProcessGroup | None,
+    number: int,
+    is_apart: bool,
+    total: Tensor,
 ) -> Tensor:
     """Return the gradient sums of all ranks; every rank's backward must call this.
+
+    A rank that ``is_apart`` adds nothing and gets zeros, because the statistics do not depend on
+    its samples.
 
     The call numbers of the ranks and their squares are summed as well. Both sums have the expected
     values only if the numbers of all ranks are equal.
     """
+    if is_apart:
+        total = torch.zeros_like(total)
     numbers = total.new_tensor([[number], [number**2]])
     message = torch.cat([total, numbers], dim=1).to(comm_device(group, prefer=total.device))
     with calling(f"{name}.backward", group, lambda: f"{total.size(1)} channels"):
@@ -388,7 +427,7 @@ def _sum_ranks(
             f"the ranks are in the backward of different calls of {name}: all ranks must run the "
             "backward of the same outputs, in the same order"
         )
-    return message[:, :-1].to(total.device)
+    return total if is_apart else message[:, :-1].to(total.device)
 
 
 @MODELS.register_module()

@@ -266,8 +266,8 @@ class StepDistributedDataParallel(ModelWrapper, FixedBuckets):
         if self._is_joined:
             raise ValueError(
                 "loss_weight cannot be combined with join(), in which a rank without batches "
-                "cannot report a weight of 0. Let this rank repeat its last batch with "
-                "optim_wrapper.batch_counts = False until all ranks have finished"
+                "cannot report a weight of 0. Let this rank repeat its last batch in the context "
+                "uncounted_batch(wrapper, optim_wrapper) until all ranks have finished"
             )
 
     def _explain_update(self, error: BaseException) -> None:

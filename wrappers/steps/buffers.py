@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -16,13 +16,19 @@ from ..unwrap import user_model
 _Saved: TypeAlias = list[tuple[dict[str, Any], str, Tensor, Tensor]]
 
 
-def save_buffers(model: nn.Module) -> _Saved:
-    """Return the buffers of the model inside wrappers, with copies of their values."""
+def save_buffers(model: nn.Module, without: Iterable[nn.Module] = ()) -> _Saved:
+    """Return the buffers of the model inside wrappers, with copies of their values.
+
+    Args:
+        model: the model or its wrapper.
+        without: modules whose own buffers are left out.
+    """
+    left_out = set(without)
     return [
         (module._buffers, name, buffer, buffer.detach().clone())
         for module in user_model(model).modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None
+        if buffer is not None and module not in left_out
     ]
 
 
@@ -55,3 +61,31 @@ def buffers_of_first_rank(model: nn.Module) -> Iterator[None]:
                 if owner.get(name) is buffer and buffer._version == version
             ]
         )
+
+
+@contextmanager
+def uncounted_batch(wrapper: nn.Module, optim_wrapper: Any) -> Iterator[None]:
+    """Give the training step in this context the weight 0, and leave no trace of it in buffers.
+
+    A rank without data runs such steps, because other ranks wait for its communication. Layers that
+    share their statistics with other ranks, which have the attribute ``leaves_out``, leave out the
+    samples of this rank. All other buffers are restored at the end.
+
+    Args:
+        wrapper: the model wrapper whose ``train_step`` is called.
+        optim_wrapper: an optimizer wrapper, or several, with a ``loss_weight``.
+    """
+    sharing: list[Any] = [
+        module for module in wrapper.modules() if getattr(module, "shares_statistics", False)
+    ]
+    saved = save_buffers(wrapper, without=sharing)
+    before, optim_wrapper.batch_counts = optim_wrapper.batch_counts, False
+    for layer in sharing:
+        layer.leaves_out = True
+    try:
+        yield
+    finally:
+        optim_wrapper.batch_counts = before
+        for layer in sharing:
+            layer.leaves_out = False
+        restore_buffers(saved)
