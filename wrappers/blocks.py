@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
@@ -262,7 +262,8 @@ def checkpoint_activations(model: nn.Module, spec: CheckpointingSpec) -> nn.Modu
 
     Only the inputs of each block are kept. Losses and gradients do not change; each block costs one
     more forward. A block becomes an instance of a subclass of its class, so names, attributes,
-    ``isinstance``, copies and pickles work as before. Running statistics are updated once per step.
+    ``isinstance``, copies and pickles work as before. Buffers, such as running statistics, change
+    only in the first forward; the second one gets copies with the values that the first one saw.
 
     Args:
         spec: as for ``find_blocks``; or a mapping with such ``blocks`` and
@@ -336,10 +337,16 @@ def _checkpointed(kind: Any, preserve: bool) -> type[nn.Module]:
             return run(*args, **kwargs)
         # Bound here, because a keyword of the block may have the same name as one of checkpoint().
         call = functools.partial(run, **kwargs)
-        norms = [module for module in self.modules() if isinstance(module, _NormBase)]
+        owners = [module for module in self.modules() if module._buffers]
+        norms = [module for module in owners if isinstance(module, _NormBase)]
         norms = [norm for norm in norms if norm.training and norm.track_running_stats]
         if norms:
-            return _fix_statistics(norms, call, args, preserve)
+            return _checkpoint_norms(self, norms, call, args, preserve)
+        if owners:
+            if not torch.compiler.is_compiling():
+                return _checkpoint_with_buffers(self, call, args, preserve)
+            if _recomputes():
+                return _checkpoint_in_program(self, call, args, preserve)
         return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=preserve)
 
     namespace = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -354,35 +361,120 @@ def _new(kind: Any, preserve: bool, *arguments: Any) -> Any:
 
 
 @uncompiled("a checkpointed block with running statistics runs outside of graphs")
-def _fix_statistics(
-    norms: Sequence[_NormBase], call: Callable[..., Any], args: Sequence[Any], preserve: bool
+def _checkpoint_norms(
+    block: nn.Module,
+    norms: Sequence[_NormBase],
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    preserve: bool,
 ) -> Any:
-    """Checkpoint a call whose second forward does not update running statistics."""
     for norm in norms:
         if isinstance(norm, SynchronizedBatchNorm) and norm._place is not None:
             raise RuntimeError(
                 "a block with synchronised BatchNorm cannot be checkpointed under dp, whose "
                 "copies do not communicate in the backward; choose smaller blocks, or ddp"
             )
+    return _checkpoint_with_buffers(block, call, args, preserve)
+
+
+def _checkpoint_with_buffers(
+    block: nn.Module, call: Callable[..., Any], args: Sequence[Any], preserve: bool
+) -> Any:
+    """Checkpoint a call whose second forward must not change the buffers of ``block``."""
+    buffers = _FirstBuffers(block)
     return checkpoint(
         call,
         *args,
         use_reentrant=False,
         preserve_rng_state=preserve,
-        context_fn=lambda: (nullcontext(), _fixed(norms)),
+        context_fn=lambda: (nullcontext(), buffers),
     )
 
 
+def _checkpoint_in_program(
+    block: nn.Module, call: Callable[..., Any], args: Sequence[Any], preserve: bool
+) -> Any:
+    """Checkpoint a call that is compiled.
+
+    The compiled backward starts from the inputs of the program, among them buffers that the forward
+    has changed. Therefore the call gets copies, and the buffers their values after it.
+    """
+    stores = [module._buffers for module in block.modules() if module._buffers]
+    originals = [dict(store) for store in stores]
+    for store in stores:
+        for name, buffer in store.items():
+            if type(buffer) is Tensor and not buffer.requires_grad:
+                store[name] = _copy_buffer(buffer)
+    output = checkpoint(call, *args, use_reentrant=False, preserve_rng_state=preserve)
+    with torch.no_grad():
+        for store, original in zip(stores, originals, strict=True):
+            for name, buffer in original.items():
+                if type(buffer) is Tensor and not buffer.requires_grad:
+                    store[name] = buffer.copy_(store[name])
+    return output
+
+
 @contextmanager
-def _fixed(norms: Iterable[_NormBase]) -> Iterator[None]:
-    """Disable updates of running statistics; layers still save the same tensors for backward."""
-    before = [(norm, norm.momentum, norm._buffers.get("num_batches_tracked")) for norm in norms]
+def keeping_activations() -> Iterator[None]:
+    """While a program is traced that keeps the activations of checkpointed blocks."""
+    # Without it, Dynamo would guard the result, which is another one later.
+    torch.compiler.assume_constant_result(_recomputes)  # type: ignore[no-untyped-call]
+    _programs["recompute"] = False
     try:
-        for norm, _, _ in before:
-            norm.momentum = 0.0
-            norm._buffers["num_batches_tracked"] = None
         yield
     finally:
-        for norm, momentum, count in before:
-            norm.momentum = momentum
-            norm._buffers["num_batches_tracked"] = count
+        _programs["recompute"] = True
+
+
+# Whether the programs that are now traced recompute the activations of checkpointed blocks.
+_programs = {"recompute": True}
+
+
+def _recomputes() -> bool:
+    return _programs["recompute"]
+
+
+@torch.library.custom_op("stepwrap::copy_buffer", mutates_args=())
+def _copy_buffer(buffer: Tensor) -> Tensor:
+    """Copy a buffer; unlike a clone, the copy is not computed again in a compiled backward."""
+    return buffer.clone()
+
+
+@_copy_buffer.register_fake
+def _(buffer: Tensor) -> Tensor:
+    return torch.empty_like(buffer)
+
+
+class _FirstBuffers:
+    """A context in which a block has the buffers that it had when this object was created.
+
+    They are replaced by copies, since the backward may need tensors that share their memory. The
+    current buffers come back at the end.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        stores = [module._buffers for module in block.modules() if module._buffers]
+        self._saved = [(store, _copy_buffers(store)) for store in stores]
+        self._current: list[dict[str, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self._current = [dict(store) for store, _ in self._saved]
+        for store, saved in self._saved:
+            _replace_entries(store, _copy_buffers(saved))
+
+    def __exit__(self, *error: object) -> None:
+        for (store, _), current in zip(self._saved, self._current, strict=True):
+            _replace_entries(store, current)
+
+
+def _copy_buffers(buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    # A buffer with a gradient is a result of this forward; a copy would end its graph.
+    return {
+        name: buffer if buffer is None or buffer.requires_grad else buffer.clone()
+        for name, buffer in buffers.items()
+    }
+
+
+def _replace_entries(store: dict[str, Tensor | None], entries: Mapping[str, Tensor | None]) -> None:
+    store.clear()
+    store.update(entries)

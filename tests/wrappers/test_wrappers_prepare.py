@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stepwrap.parallel import free_memory
 from stepwrap.wrappers import (
+    OptimWrapper,
     Preparation,
     SingleDevice,
     StepDataParallel,
@@ -136,6 +137,145 @@ def test_checkpointed_copies() -> None:
         train(synced)
     with pytest.raises(TypeError, match="must not be compiled, because compiled code"):
         StepDataParallel(compile_model(seeded(), {"backend": "eager"}))
+
+
+class Centre(nn.Module):
+    """Subtract a running mean, also in training; ``replaces``: assign a new buffer each time."""
+
+    def __init__(self, *, replaces: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.replaces = replaces
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.replaces:
+            self.mean = (0.9 * self.mean + 0.1 * x.mean(0)).detach()
+        elif self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        # The backward needs the mean itself.
+        return (x - self.mean) * (1 + self.mean)
+
+
+class Stateful(nn.Sequential):
+    """A block whose forward changes buffers that its output depends on."""
+
+
+STATEFUL = {
+    "mean": lambda: Stateful(nn.Linear(4, 4), Centre(), nn.Tanh()),
+    "new_mean": lambda: Stateful(nn.Linear(4, 4), Centre(replaces=True), nn.BatchNorm1d(4)),
+    "hook": lambda: Stateful(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Tanh()),
+    "parametrization": lambda: Stateful(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh()
+    ),
+}
+
+
+def _train_stateful(kind: str, wrapper: str, *, checkpointed: bool) -> dict[str, Tensor]:
+    """Train by steps of a wrapper, or by hand if ``wrapper`` is empty; return the state dict."""
+    torch.manual_seed(1)
+    blocks = ["Stateful"] if checkpointed else None
+    net = nn.Sequential(STATEFUL[kind](), STATEFUL[kind](), nn.Linear(4, 3))
+    steps = [batch(step) for step in range(4)]
+    if not wrapper:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for x, y in steps:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+        return net.state_dict()
+    model = SupervisedModel(net, nn.CrossEntropyLoss())
+    options = {"device_ids": ["cpu", "cpu"]} if wrapper == "dp" else {}
+    prepare = Preparation(activation_checkpointing=blocks)
+    model = wrap_model(wrapper, model, prepare=prepare, device="cpu", **options)
+    optim_wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in steps:
+        model.train_step(step, optim_wrapper)
+    return {name: as_whole(value).clone() for name, value in net.state_dict().items()}
+
+
+def as_whole(value: Any) -> Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+@pytest.mark.parametrize("kind", [*STATEFUL])
+def test_the_second_forward_sees_the_buffers_of_the_first(kind: str) -> None:
+    expected = _train_stateful(kind, "", checkpointed=False)
+    weights = _train_stateful(kind, "single", checkpointed=True)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_the_buffers_of_checkpointed_copies() -> None:
+    expected = _train_stateful("mean", "dp", checkpointed=False)
+    weights = _train_stateful("mean", "dp", checkpointed=True)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@on_ranks(2)
+def _check_stateful_on_ranks(wrapper: str) -> None:
+    for kind in ("mean", "hook"):
+        expected = _train_stateful(kind, "", checkpointed=False)
+        weights = _train_stateful(kind, wrapper, checkpointed=True)
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_the_buffers_of_checkpointed_blocks_on_ranks(wrapper: str) -> None:
+    _check_stateful_on_ranks(wrapper=wrapper)
+
+
+def test_buffers_of_several_forwards_before_a_backward() -> None:
+    """The backward runs twice, and last for the first forward."""
+    gradients, buffers = [], []
+    for checkpointed in (False, True):
+        torch.manual_seed(1)
+        net = nn.Sequential(STATEFUL["mean"](), nn.Linear(4, 3))
+        if checkpointed:
+            checkpoint_activations(net, ["Stateful"])
+        losses = [nn.functional.cross_entropy(net(x), y) for x, y in map(batch, range(3))]
+        for loss in reversed(losses):
+            loss.backward(retain_graph=True)
+            loss.backward()
+        gradients.append([param.grad for param in net.parameters()])
+        buffers.append([*net.buffers()])
+    assert all(map(torch.equal, *gradients))
+    assert all(map(torch.equal, *buffers))
+
+
+@pytest.mark.parametrize("blocks", [None, *slow(["Stateful"])])
+def test_buffers_of_checkpointed_blocks_in_compiled_models(blocks: Any) -> None:
+    expected = _train_stateful("mean", "", checkpointed=False)
+    torch.manual_seed(1)
+    net = nn.Sequential(STATEFUL["mean"](), STATEFUL["mean"](), nn.Linear(4, 3))
+    compiled = {"backend": "aot_eager", "blocks": blocks}
+    prepare_model(net, Preparation(activation_checkpointing=["Stateful"], compile=compiled))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for x, y in map(batch, range(4)):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_buffers_of_checkpointed_blocks_in_a_compiled_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected = _train_stateful("mean", "", checkpointed=False)
+    torch.manual_seed(1)
+    net = nn.Sequential(STATEFUL["mean"](), STATEFUL["mean"](), nn.Linear(4, 3))
+    compiled = {"step": True, "min_steps": 0, "backend": "eager"}
+    prepare = Preparation(activation_checkpointing=["Stateful"], compile=compiled)
+    supervised = SupervisedModel(net, nn.CrossEntropyLoss())
+    model = wrap_model("single", supervised, prepare=prepare, device="cpu")
+    optim_wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(4):
+        model.train_step(batch(step), optim_wrapper)
+    assert "not compiled" not in caplog.text
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)

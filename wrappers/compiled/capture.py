@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from ...registry import is_users_file
+from ..blocks import keeping_activations
 from ..steps.preprocess import as_call, get_device
 from ..steps.step import parse_losses
 
@@ -97,7 +98,7 @@ def capture(model: nn.Module, batch: Any) -> Captured:
     # Dynamo caches graphs by code object, so each capture gets a new code object.
     function.__code__ = function.__code__.replace()
     try:
-        with torch._dynamo.config.patch(_SETTINGS):
+        with torch._dynamo.config.patch(_SETTINGS), keeping_activations():
             (graph, reads, marks), (total, logs) = _traced(function, model, batch)
         entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
         guards = entries[0].guard_manager
