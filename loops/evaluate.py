@@ -30,14 +30,14 @@ from .hook import HookList
 from .metrics import evaluation
 from .metrics.directions import find_directions
 from .metrics.inputs import MetricInputs
-from .rng import preserved_rng
+from .rng import preserved_generators, preserved_rng
 from .state import LoopState, Phase
+from .undo import attribute_restorer
 from .uneven_inputs import get_first_batch, true_on_all_ranks
 
 logger = logging.getLogger(__name__)
 
 _END = object()
-_PLAIN = (bool, int, float, str, type(None))
 _STEPS = {Phase.VAL: "val_step", Phase.TEST: "test_step", Phase.PREDICT: "test_step"}
 
 
@@ -411,16 +411,13 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Put ``model`` into eval mode; restore its buffers and its modules' plain attributes."""
-    buffers = save_buffers(model)
-    modules = user_model(model).modules()
-    plain = [(vars(m), {n: v for n, v in vars(m).items() if type(v) in _PLAIN}) for m in modules]
+    buffers, restore_attributes = save_buffers(model), attribute_restorer(model)
     # Compiling for a validation batch first would change how training is compiled.
     compiles = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
     try:
-        with evaluation_mode(model), eager:
+        with evaluation_mode(model), eager, preserved_generators(user_model(model).modules()):
             yield
     finally:
-        for attributes, values in plain:
-            attributes.update(values)
+        restore_attributes()
         restore_buffers(buffers)

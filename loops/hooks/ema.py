@@ -24,9 +24,10 @@ from ..checkpoints.shards import load_whole_tensors
 from ..checkpoints.weights import get_state, saved_parameters
 from ..data.loaders import read_aside
 from ..hook import Hook
-from ..rng import preserved_rng
+from ..rng import preserved_generators, preserved_rng
 from ..schedule import positive
 from ..state import LoopState
+from ..undo import attribute_restorer
 
 # rule(averages, parameters, count) adds new parameter values to averages of `count` earlier values.
 _Rule: TypeAlias = Callable[[list[Tensor], list[Tensor], int], None]
@@ -227,8 +228,8 @@ class SWAHook(_AveragingHook):
 
     BatchNorm layers need running statistics that fit the averaged weights. They are computed in a
     pass over the training data without gradients, and averaged over the ranks: before an
-    evaluation if the average has changed, and at the end of training. The model's own weights and
-    statistics are not changed.
+    evaluation if the average has changed, and at the end of training. The model's own weights,
+    buffers, plain attributes and random generators are not changed.
 
     Args:
         from_epoch: the first epoch whose final weights are averaged; epochs are counted from 1.
@@ -340,14 +341,16 @@ class SWAHook(_AveragingHook):
             self._start(state)
         if not self._buffers or self._measured_at == self._count or state.dataloader is None:
             return
-        # The pass in training mode also changes buffers of other layers.
-        buffers = save_buffers(state.model)
+        # The pass is in training mode, in which other layers may change their state as well.
+        buffers, restore_attributes = save_buffers(state.model), attribute_restorer(state.model)
         self._swap_in(state)
         try:
-            _update_batch_norms(state)
+            with preserved_generators(user_model(state.model).modules()):
+                _update_batch_norms(state)
             self._statistics = {name: buffer.clone() for name, buffer in self._buffers.items()}
         finally:
             self._restore_own_weights()
+            restore_attributes()
             restore_buffers(buffers)
         self._measured_at = self._count
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,56 @@ def test_the_statistics_of_batchnorm_equal_torchs() -> None:
     for name, value in plain.model.module.state_dict().items():
         assert torch.equal(value, state.model.module.state_dict()[name])
         assert state.model.module.net[1].momentum == 0.1
+
+
+class Stateful(nn.Module):
+    """A layer that changes a buffer, attributes and a generator of its own in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.calls, self.seen, self.total = 0, [0], torch.zeros(())
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            self.calls += 1
+            self.seen.append(len(x))
+            self.total += x.detach().sum()
+            x = x + 0.1 * torch.rand(x.shape, generator=self.generator)
+        return (x - self.mean) * (1 + 0.1 * self.calls + 0.01 * len(self.seen)) + 0.1 * self.total
+
+
+@pytest.mark.parametrize(
+    "make_layer",
+    [
+        Stateful,
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (2, 2)),
+            nn.InstanceNorm1d(2, track_running_stats=True),
+            nn.Flatten(),
+        ),
+        lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
+    ],
+    ids=["stateful", "instance_norm", "spectral_norm"],
+)
+def test_the_pass_for_batchnorm_does_not_change_the_training(make_layer: Any) -> None:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), make_layer(), nn.Linear(4, 1))
+    plain, batches = deepcopy(net), list(loader())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for inputs, targets in batches * 3:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(plain(inputs), targets).backward()
+        optimizer.step()
+    swa = SWAHook(from_epoch=1)
+    train(new_state(net=net), [swa], epochs=3, dataloader=batches)
+    assert swa.state_dict()["count"] == swa.state_dict()["measured_at"] == 3
+    for name, value in plain.state_dict().items():
+        assert torch.equal(net.state_dict()[name], value), name
+    if isinstance(net[2], Stateful):
+        assert (net[2].calls, net[2].seen) == (plain[2].calls, plain[2].seen)
 
 
 def test_it_resumes_exactly_from_a_checkpoint_in_the_middle(tmp_path: Path) -> None:
