@@ -238,6 +238,7 @@ class _EvalLoop(Evaluation):
             return
         trial, device = copy(self), get_device(state.model)
         trial._share = Share(per_rank=True)
+        group = model_features(state.model).data_group
         trial.dataloader, trial.metrics = batches, evaluation.empty_copies(self.metrics)
         trial._polled_batches = 0.0
         failure: Exception | None = None
@@ -250,7 +251,7 @@ class _EvalLoop(Evaluation):
                 _unchanged(state.model),
                 torch.no_grad(),
             ):
-                evaluation.start_metrics(trial.metrics, device)
+                evaluation.start_metrics(trial.metrics, device, group)
                 count = trial._pass(state, HookList(), lambda _: None)
         except Exception as error:
             # With `collective_eval`, do not communicate here: either `agree` has already raised the
@@ -262,14 +263,14 @@ class _EvalLoop(Evaluation):
         self._require_batches(count)
 
     def _measure(self, state: LoopState, hooks: HookList, poll: Poll) -> dict[str, float]:
-        evaluation.start_metrics(self.metrics, get_device(state.model))
+        # Ranks that share one model see the same samples, which count once.
+        group = model_features(state.model).data_group
+        evaluation.start_metrics(self.metrics, get_device(state.model), group)
         self.divide(state)
         count = self._pass(state, hooks, poll)
         if count is None:
             return {}
         self._require_batches(count)
-        # Ranks that share one model see the same samples, which count once.
-        group = model_features(state.model).data_group
         evaluation.merge_metrics(self.metrics, group)
         results = evaluation.compute_metrics(
             self.metrics, size_before_padding(self.dataloader), group

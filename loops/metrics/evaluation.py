@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy, deepcopy
 from functools import cache
+from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,6 +26,7 @@ from ...collectives import (
     TorchDist,
     all_gather_object,
     get_rank,
+    get_world_size,
 )
 from ...primitives.notes import add_note
 from ...primitives.suggestions import did_you_mean
@@ -35,6 +37,12 @@ from ..data.loaders import SeededSamples
 from ..error_notes import describe, get_name
 from ..state import LoopState
 from .inputs import MetricInputs, MetricInputsError
+from .wrapped import (
+    get_update_parameters,
+    prepare_wrappers,
+    refuse_tracker,
+    transforms_inputs,
+)
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -44,13 +52,21 @@ logger = logging.getLogger(__name__)
 AnyMetric: TypeAlias = "Metric | BaseMetric"
 
 _GLOBAL_BACKENDS = (TorchDist, TorchCPUDist, TorchCUDADist, MPI4PyDist)
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def start_metrics(metrics: Mapping[str, AnyMetric], device: torch.device) -> None:
-    """Move the metrics to the device and reset them."""
-    for metric in metrics.values():
+def start_metrics(
+    metrics: Mapping[str, AnyMetric],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Move the metrics to the device and reset them; ``group`` will merge them.
+
+    Raises:
+        ValueError: the result of a wrapper of torchmetrics would be wrong.
+    """
+    for name, metric in metrics.items():
         if isinstance(metric, nn.Module):
+            prepare_wrappers(name, metric, get_world_size(group))
             _move(metric, device)
             _separate_states(metric)
         metric.reset()
@@ -121,10 +137,9 @@ def _arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if not isinstance(outputs, Mapping):
         return (outputs, batch), {}
-    parameters = inspect.signature(update).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+    named = get_update_parameters(metric, update)
+    if named is None:
         return (), dict(outputs)
-    named = {key: p for key, p in parameters.items() if p.kind not in _VARIADIC}
     needed = [key for key, p in named.items() if p.default is inspect.Parameter.empty]
     missing = [key for key in needed if key not in outputs]
     if missing:
@@ -139,18 +154,28 @@ def _arguments(
                 "test_step that return a loss"
             )
         raise MetricInputsError(f"metrics.{name}", text)
-    return (), {key: outputs[key] for key in named if key in outputs}
+    chosen = {key: outputs[key] for key in named if key in outputs}
+    if not transforms_inputs(metric):
+        return (), chosen
+    by_position = list(takewhile(chosen.__contains__, named))
+    return tuple(map(chosen.pop, by_position)), chosen
 
 
 def split_inputs(
     metrics: Mapping[str, AnyMetric | MetricInputs],
 ) -> tuple[dict[str, AnyMetric], dict[str, MetricInputs]]:
-    """Return the metrics themselves, and the inputs of those that have a ``MetricInputs``."""
+    """Return the metrics themselves, and the inputs of those that have a ``MetricInputs``.
+
+    Raises:
+        TypeError: a metric cannot be used in a loop.
+    """
     inputs = {name: metric for name, metric in metrics.items() if isinstance(metric, MetricInputs)}
     plain = {
         n: metric.metric if isinstance(metric, MetricInputs) else metric
         for n, metric in metrics.items()
     }
+    for name, metric in plain.items():
+        refuse_tracker(name, metric)
     return plain, inputs
 
 
