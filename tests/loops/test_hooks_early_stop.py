@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from hook_runs import loader, new_state, scripted, train
-from torchmetrics import MetricCollection
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.wrappers import MinMaxMetric
 
-from stepwrap.loops import CheckpointHook, EarlyStopHook, Hook
+from stepwrap.loops import CheckpointHook, EarlyStopHook, Hook, find_checkpoint
 from stepwrap.loops.evaluate import ValLoop
 from stepwrap.loops.state import LoopState, Phase
 
@@ -101,6 +103,49 @@ def test_the_direction_is_the_metrics_own(name: str, higher: bool | None, epochs
     state = train(new_state(), [EarlyStopHook(name, patience=2)], epochs=4, val_loop=val_loop)
     assert state.epoch == epochs
     assert ("was lowest at 1 " in state.stop_reason) == (epochs == 3)
+
+
+class OneMinus(Metric):
+    """A metric with another one inside it whose direction it reverses."""
+
+    def __init__(self, metric: Metric) -> None:
+        super().__init__()
+        self.metric = metric
+
+    def update(self, num_samples: int) -> None:
+        self.metric.update(num_samples)
+
+    def compute(self) -> Tensor:
+        return 1 - self.metric.compute()
+
+
+REVERSED = [lambda metric: 1 - metric, OneMinus]
+
+
+@pytest.mark.parametrize("reverse", REVERSED)
+def test_a_reversed_metric_does_not_have_the_direction_inside_it(
+    reverse: Any, tmp_path: Path
+) -> None:
+    """The values are 0, -1, -2 and -3, of which the last is the best."""
+    metric = reverse(scripted(1, 2, 3, 4, higher_is_better=True))
+    state = new_state(run_dir=tmp_path)
+    hooks = [EarlyStopHook("error", patience=2), CheckpointHook(keep_best="error", keep_last=1)]
+    train(state, hooks, epochs=4, val_loop=ValLoop(loader(8), {"error": metric}))
+    assert (state.epoch, find_checkpoint(tmp_path, "best").name) == (4, "step_00000016")
+    metrics = {"high": scripted(1, higher_is_better=True), "score": reverse(scripted(1))}
+    collection = {"all": MetricCollection(metrics)}
+    for name, unknown in (("score", metrics), ("all/score", collection)):
+        hook, val_loop = EarlyStopHook(name, patience=2), ValLoop(loader(8), unknown)
+        with pytest.raises(ValueError, match="mode must be given"):
+            train(new_state(), [hook], val_loop=val_loop)
+
+
+@pytest.mark.parametrize(("higher", "epochs"), [(True, 4), (False, 3)])
+def test_a_wrapper_has_the_direction_of_the_metric_inside_it(higher: bool, epochs: int) -> None:
+    metric = MinMaxMetric(scripted(1, 2, 3, 4, higher_is_better=higher))
+    hook = EarlyStopHook("score/raw", patience=2)
+    val_loop = ValLoop(loader(8), {"score": metric})
+    assert train(new_state(), [hook], epochs=4, val_loop=val_loop).epoch == epochs
 
 
 @pytest.mark.parametrize(
