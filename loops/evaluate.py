@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
+from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
@@ -237,8 +238,8 @@ class _EvalLoop(Evaluation):
         if batches is None or is_overridden or any(map(is_lazy, tensors)):
             return
         trial, device = copy(self), get_device(state.model)
-        trial._share = Share(per_rank=True)
         group = model_features(state.model).data_group
+        trial._share = Share(per_rank=True)
         trial.dataloader, trial.metrics = batches, evaluation.empty_copies(self.metrics)
         trial._polled_batches = 0.0
         failure: Exception | None = None
@@ -305,7 +306,8 @@ class _EvalLoop(Evaluation):
         optim = optim_features(state.optim_wrapper)
         precision = optim.precision_context or state.precision
         loss_weight = optim.loss_weight or state.loss_weight
-        weight_of = None if loss_weight is None else loss_weight.of
+        model = user_model(state.model)
+        weight_of = None if loss_weight is None else partial(loss_weight.of, model=model)
         group = model_features(state.model).data_group
         rounds = Rounds(self._batches, together, group, self.phase)
         count = 0

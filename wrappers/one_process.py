@@ -148,7 +148,7 @@ class StepDataParallel(ModelWrapper, ReplicationCallbackDataParallel):
         if self._loss_weight is None:
             return share_of_each(inputs, named, self.dim, self.scatter_strategy is scatter_samples)
         batches = [named_batch or args for named_batch, args in zip(named, inputs, strict=True)]
-        weights = [float(self._loss_weight.of(batch)) for batch in batches]
+        weights = [float(self._loss_weight.of(batch, self.module)) for batch in batches]
         total = sum(weights)
         return [weight / total if total else 0.0 for weight in weights]
 

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from warm import ended, run
 
-from stepwrap.loops import TextCollator, build_loader, keep_lists
+from stepwrap.loops import (
+    HookList,
+    LoopState,
+    MeanLoss,
+    TextCollator,
+    ValLoop,
+    build_loader,
+    keep_lists,
+)
 from stepwrap.loops.predictions.rows import make_rows
 from stepwrap.runner.export import export_model
 from stepwrap.wrappers import (
@@ -196,6 +204,70 @@ def test_training_equals_a_plain_loop_of_transformers(name: str, kind: str) -> N
         # from_pretrained and load_state_dict accept the names.
         assert ours.keys() == plain.keys()
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+def ragged(length: int) -> dict[str, Tensor]:
+    """Return 4 sequences, of which only ``length`` labels or a few more are not ignored."""
+    batch = tokens(length, "gpt2")
+    for row in range(4):
+        batch["labels"][row, length + row // 2 :] = -100
+    return batch
+
+
+def loss_of_predicted_tokens(model: nn.Module, batches: list[dict[str, Tensor]]) -> Tensor:
+    """Return the mean over the tokens that the model predicts, that is, not the first ones."""
+    logits = torch.cat([model(input_ids=batch["input_ids"]).logits[:, :-1] for batch in batches])
+    labels = torch.cat([batch["labels"][:, 1:] for batch in batches])
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def train_on_a_window(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights after one update of two batches: ours, and those of a plain loop."""
+    plain, batches = gpt2(), [ragged(2), ragged(7)]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    loss_of_predicted_tokens(plain, batches).backward()
+    optimizer.step()
+    wrapper = wrapped(kind, gpt2())
+    weighted = {"accumulative_counts": 2, "loss_weight": "tokens"}
+    optim = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.5), **weighted)
+    # The two ranks get unequal numbers of tokens.
+    share = slice(torch.distributed.get_rank(), None, 2) if kind in ("ddp", "fsdp") else slice(None)
+    for batch in batches:
+        wrapper.train_step({name: rows[share] for name, rows in batch.items()}, optim)
+    ours = {
+        name: getattr(param, "full_tensor", lambda param=param: param)().detach()
+        for name, param in wrapper.module.named_parameters()
+    }
+    return ours, {name: param.detach() for name, param in plain.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["single", "dp", "ddp", *slow("fsdp")])
+def test_the_weight_of_a_causal_language_model_counts_what_it_predicts(kind: str) -> None:
+    ranks = kind in ("ddp", "fsdp")
+    results = run_ranks(train_on_a_window, 2, kind) if ranks else [train_on_a_window(kind)]
+    for ours, plain in results:
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_a_validation_is_the_mean_over_predicted_tokens() -> None:
+    model, batches = gpt2(), [ragged(2), ragged(7)]
+    state = LoopState(SingleDevice(model), loss_weight=LossWeight("tokens"))
+    results = ValLoop(batches, {"loss": MeanLoss()}).run(state, HookList())
+    with torch.no_grad():
+        expected = loss_of_predicted_tokens(model, batches).item()
+    assert results["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_only_causal_language_models_skip_first_labels() -> None:
+    batch = {"labels": torch.tensor([[1, 2, -100], [3, 4, 5]])}
+    config = transformers.BertConfig(**SMALL, intermediate_size=16)
+    for model, count in (
+        (gpt2(), 3),
+        (transformers.BertForMaskedLM(config), 5),
+        (Net(), 5),
+        (None, 5),
+    ):
+        assert LossWeight("tokens").of(batch, model) == count
 
 
 def test_targets_are_aligned_like_the_loss() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...registry import did_you_mean, import_path
+from ..steps.plain_models import predicts_next
 from ..steps.preprocess import get_fields
 
 _TARGETS = ("labels", "targets", "target")
@@ -27,6 +29,8 @@ class LossWeight:
       whichever comes first in the batch.
     - "tokens": the number of targets that are not -100, torch's ``ignore_index``. The targets are
       the entry "labels", "targets" or "target" of a mapping, or the second entry of a sequence.
+      A causal language model of transformers does not predict the first label of a sequence, so
+      that one is not counted.
     - ``{"key": name_or_index}``: the sum of this entry, a tensor such as a mask; or a number.
     - A function that takes the preprocessed batch and returns a number or a 0-d tensor, or the
       import path of such a function.
@@ -43,15 +47,22 @@ class LossWeight:
         self.setting = setting
         self._measure = _load_function(setting)
 
-    def of(self, batch: Any) -> float | Tensor:
+    def of(self, batch: Any, model: Any = None) -> float | Tensor:
         """Return the weight of a preprocessed batch: a number, or a 0-d tensor on an accelerator.
+
+        Args:
+            batch: the batch.
+            model: the user's model, from which "tokens" learns which labels it predicts.
 
         Raises:
             KeyError: an entry is missing in the batch.
             TypeError: the targets for "tokens" are not in a tensor, or the weight is not a number.
             ValueError: the weight is negative or not finite; not checked on an accelerator.
         """
-        weight = self._measure(get_fields(batch))
+        measure = self._measure
+        if self.setting == "tokens" and model is not None and predicts_next(model):
+            measure = partial(_count_tokens, skips_first=True)
+        weight = measure(get_fields(batch))
         if isinstance(weight, Tensor):
             if weight.numel() != 1:
                 shape = tuple(weight.shape)
@@ -89,7 +100,7 @@ def _load_function(setting: Any) -> Callable[[Any], Any]:
             f"got {setting!r}"
         )
     if setting in _BY_NAME:
-        return _samples if setting == "samples" else _tokens
+        return _samples if setting == "samples" else _count_tokens
     if "." not in setting:
         raise ValueError(
             f"loss_weight must be {', '.join(_BY_NAME)}, {{key: ...}} or the import path of a "
@@ -121,7 +132,7 @@ def _first_count(data: Any) -> int | None:
     return None
 
 
-def _tokens(batch: Any) -> Tensor:
+def _count_tokens(batch: Any, skips_first: bool = False) -> Tensor:
     if hasattr(batch, "keys") and not isinstance(batch, (tuple, list)):
         key = next((name for name in _TARGETS if name in batch), None)
         needed = "tokens needs an entry labels, targets or target with the targets"
@@ -131,6 +142,7 @@ def _tokens(batch: Any) -> Tensor:
     if not isinstance(target, Tensor):
         kind = type(target).__name__
         raise TypeError(f"loss_weight=tokens needs targets in a tensor, got {kind}; {_INSTEAD}")
+    target = target[..., 1:] if skips_first and target.ndim else target
     return (target != _IGNORED).count_nonzero()
 
 

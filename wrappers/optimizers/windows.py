@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ...collectives import comm_device
 from ..features import model_features
 from ..layout import get_parameters, local_part
+from ..unwrap import user_model
 from .gates import NO_GATE, Gate
 from .loss_weight import LossWeight
 
@@ -188,7 +189,9 @@ class WeightedWindow(CountWindow):
         self._device = comm_device(self._group, prefer=near) if averages else near
 
     def weigh(self, batch: Any) -> float | Tensor:
-        self.weight = 0.0 if batch is None else self._loss_weight.of(batch)
+        wrapper = None if self._model is None else self._model()
+        model = None if wrapper is None else user_model(wrapper)
+        self.weight = 0.0 if batch is None else self._loss_weight.of(batch, model)
         return self.weight
 
     def loss_factor(self) -> float | Tensor:

@@ -112,13 +112,13 @@ def _name_typed_output(
 ) -> dict[str, Any]:
     sizes = (len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim)
     preds, target = output.get("logits"), batch.get("labels")
-    if isinstance(preds, Tensor) and isinstance(target, Tensor) and _predicts_next(model):
+    if isinstance(preds, Tensor) and isinstance(target, Tensor) and predicts_next(model):
         preds, target = preds[:, :-1], target[:, 1:]
     named = {"preds": preds, "target": target, "num_samples": next(sizes, None)}
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _predicts_next(model: Any) -> bool:
+def predicts_next(model: Any) -> bool:
     """Return whether a model of transformers compares its logits with the next labels.
 
     Its function ForCausalLMLoss does so. Some decoders, such as BartForCausalLM, do not call it.
