@@ -29,6 +29,7 @@ from ..loops import (
 )
 from ..loops.data.loaders import FirstBatches
 from ..loops.metrics.directions import find_directions
+from ..loops.rng import preserved_rng
 from ..registry import (
     DATALOADERS,
     DATASETS,
@@ -225,7 +226,13 @@ def _share_of_rank(
 
 
 def _build_loader(run: RunSections, name: str, *, share: _Share) -> Any:
-    """Build the loader ``data.<name>``."""
+    """Build the loader ``data.<name>``; each one draws the same random numbers, and leaves them."""
+    with preserved_rng():
+        seed_rng(run.seed)
+        return _build_seeded_loader(run, name, share=share)
+
+
+def _build_seeded_loader(run: RunSections, name: str, *, share: _Share) -> Any:
     run, limit = _limits(run, name)
     section: LoaderSection | dict[str, Any] = run.data.loader(name)
     with building(f"data.{name}"):
