@@ -16,6 +16,7 @@ from warm import run
 from stepwrap.loops import HookList, LoopState, ValLoop
 from stepwrap.loops.metrics.mean_loss import MeanLoss
 from stepwrap.wrappers import SingleDevice, StepDataParallel, parse_losses
+from stepwrap.wrappers.steps import step_checks
 
 
 def values(logs: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -38,6 +39,53 @@ def test_total_keeps_its_name() -> None:
     assert total.item() == 3
     assert values(logs) == {"loss": 3, "loss_b": 2, "acc": 9, "loss_raw": 1}
     assert next(iter(logs)) == "loss"
+
+
+class Autoencoder(nn.Module):
+    """A model that returns its total as a loss of its own if it is named ``total``."""
+
+    def __init__(self, total: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.total = nn.Linear(3, 3), total
+
+    def forward(self, x: Tensor, mode: str) -> dict[str, Tensor]:
+        rebuilt = self.linear(x)
+        recon, penalty = (rebuilt - x).square().mean(), 0.1 * rebuilt.square().mean()
+        return {self.total: recon + penalty, "recon_loss": recon, "kl_loss": penalty}
+
+
+@pytest.mark.parametrize(("total", "factor"), [("loss", 2), ("loss_scaled", 2), ("sum", 1)])
+def test_a_total_among_the_losses_is_reported_once(
+    total: str, factor: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training minimizes twice the sum, as with mmengine."""
+    monkeypatch.setattr(step_checks, "_compared_losses", set())
+    model, x = Autoencoder(total), torch.randn(4, 3)
+    plain = Autoencoder(total)
+    (factor * plain(x, "loss")[total]).backward()
+    expected = plain.linear.weight.detach() - 0.1 * plain.linear.weight.grad
+    wrapper = SingleDevice(model)
+    optim_wrapper = sgd(wrapper, lr=0.1)
+    wrapper.train_step([x], optim_wrapper)
+    torch.testing.assert_close(model.linear.weight.detach(), expected)
+    wrapper.train_step([x], optim_wrapper)
+    text = "the entry 'loss' is the sum of recon_loss, kl_loss, and all of them are added"
+    assert [text in message for message in caplog.messages] == [True] * (total == "loss")
+
+
+def test_losses_that_are_no_total_are_not_reported(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_checks, "_compared_losses", set())
+    for loss, dtype in ((3.0, torch.float32), (0.0, torch.float32), (3.0, torch.bfloat16)):
+        step_checks._compared_losses.clear()
+        values = {"loss": loss, "a_loss": loss / 2, "b_loss": loss / 2 + (loss > 0) / 16}
+        parse_losses({name: torch.tensor(v, dtype=dtype) for name, v in values.items()})
+    parse_losses({"loss": torch.tensor(2.0), "a_loss": torch.tensor(1.0)})
+    # The values of later steps are not compared.
+    parse_losses({"loss": torch.tensor(2.0), "a_loss": torch.tensor(2.0)})
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("losses", [{"acc": torch.tensor(9.0)}, {}, {"loss": []}])

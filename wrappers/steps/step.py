@@ -16,7 +16,12 @@ from ..features import ModelFeatures, OptimFeatures, explain_optim_wrapper, opti
 from ..layout import broadcast_from_first_rank, refusal
 from ..torch_functions import check_options
 from .preprocess import Preprocessing, as_call
-from .step_checks import detect_anomalous_params, log_frozen_norms, watch_gradients
+from .step_checks import (
+    detect_anomalous_params,
+    log_frozen_norms,
+    warn_of_total_loss,
+    watch_gradients,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,7 +52,7 @@ def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, d
     total is the sum of the entries whose name contains "loss"; the others are only logged. If there
     are none, as in torchvision's RetinaNet, it is the sum of the entries that require a gradient.
     The logs contain the total as ``loss``, then every entry. If one of several losses is named
-    ``loss``, it is logged as ``loss_raw``.
+    ``loss``, it is logged as ``loss_raw``; a warning says if it is the sum of the others.
 
     A mapping that is also a dataclass, such as the output of a Hugging Face model, may contain
     further values, of which only 0-d tensors and losses are used. If it has a field ``loss``, this
@@ -82,6 +87,7 @@ def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, d
     logs |= {name: mean.detach() for name, mean in averaged.items() if name != "loss"}
     if "loss" in averaged and len(counted) > 1:
         logs["loss_raw"] = averaged["loss"].detach()
+        warn_of_total_loss(averaged)
     return total, logs
 
 

@@ -1,9 +1,10 @@
-"""Checks of training steps: gradients that are missing, or that differ between ranks."""
+"""Checks of training steps: losses, and gradients that are missing or differ between ranks."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,6 +27,33 @@ averaging_wrappers: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 # Number of backwards to check. Later steps do the same, and each hook costs 1 us per step.
 _BACKWARDS = 64
 _STRIDE = Tensor.stride
+# The names of losses whose first values `warn_of_total_loss` has compared.
+_compared_losses: set[tuple[str, ...]] = set()
+
+
+def warn_of_total_loss(losses: Mapping[str, Tensor]) -> None:
+    """Warn if the entry "loss" is the sum of the other losses, since all of them are added.
+
+    The values are compared the first time that these names occur; later calls only look them up.
+    """
+    names = tuple(losses)
+    if names in _compared_losses or torch.compiler.is_compiling():
+        return
+    _compared_losses.add(names)
+    terms = [name for name in names if "loss" in name and name != "loss"]
+    tensors = [losses[name].detach() for name in ("loss", *terms)]
+    # Other kinds of tensors may communicate when they are read.
+    if any(type(t) is not Tensor or not t.is_floating_point() or t.is_meta for t in tensors):
+        return
+    total, *added = [float(tensor) for tensor in tensors]
+    # Each addition rounds.
+    tolerance = max(1e-6, *(len(terms) * torch.finfo(tensor.dtype).eps for tensor in tensors))
+    if total and math.isclose(total, sum(added), rel_tol=tolerance) and get_rank() == 0:
+        logger.warning(
+            "the entry 'loss' is the sum of %s, and all of them are added, so the training "
+            "minimizes twice this sum: leave 'loss' out, or rename the others, such as %s",
+            *(", ".join(terms), terms[0].replace("loss", "term")),
+        )
 
 
 def has_custom_step(model: Any) -> bool:
