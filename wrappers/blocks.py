@@ -409,8 +409,9 @@ def _checkpoint_in_program(
     with torch.no_grad():
         for store, original in zip(stores, originals, strict=True):
             for name, buffer in original.items():
-                if type(buffer) is Tensor and not buffer.requires_grad:
-                    store[name] = buffer.copy_(store[name])
+                changed = store[name]
+                if type(buffer) is Tensor and not buffer.requires_grad and changed is not None:
+                    store[name] = buffer.copy_(changed)
     return output
 
 
