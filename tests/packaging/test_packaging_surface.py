@@ -32,7 +32,7 @@ DOORS = {
         LogHook LoggerHook LoopState MLflowHook MeanLoss MetricInputs NanGuardHook
         NonFiniteError NoteStepHook Phase PolyLR PredictionHook ProfileHook ProcessMetric
         ProgressHook RunInfoHook ScheduleWindow SchedulerHook ShardedBatchSampler SpikeError
-        SWAHook SpikeGuardHook Stateful SystemHook
+        SWAHook SpikeGuardHook Stateful StepBlocksHook SystemHook
         TensorBoardHook TestLoop TextCollator ThroughputHook TimeLimitHook ValLoop WandbHook
         build_loader find_checkpoint keep_lists
         list_checkpoints load_checkpoint mix_seed prefetch_to_device prune_checkpoints save_alone
