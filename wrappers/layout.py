@@ -302,6 +302,39 @@ split_models: WeakKeyDictionary[nn.Module, tuple[ProcessGroup, bool]] = WeakKeyD
 fsdp_roots: WeakSet[Any] = WeakSet()
 
 
+class Unreduced(WeakKeyDictionary[Any, None]):
+    """The modules whose last forward with gradients was under ``no_sync``, in this order.
+
+    The order is the same on all ranks. The gradients are reduced over the ranks by the backward of
+    the next forward outside of ``no_sync``, or before the update if there was no such forward. Each
+    module has a method ``reduce_gradients(ids)``. If the module has a parameter with one of these
+    ids, it reduces its gradients and returns True; every rank must then call it.
+    """
+
+    def note_forward(self, module: Any, *, is_reduced: bool) -> None:
+        """Record whether the backward of a forward of ``module`` reduces its gradients."""
+        if not is_reduced:
+            self[module] = None
+        elif self:
+            self.pop(module, None)
+
+    def note_restored(self, model: nn.Module) -> None:
+        """Record that gradients from a checkpoint may not be reduced; twice would be right too."""
+        for module in model.modules():
+            if hasattr(module, "reduce_gradients"):
+                self[module] = None
+
+    def reduce(self, parameters: Iterable[Tensor]) -> None:
+        """Reduce the gradients of modules with some of these parameters; every rank must call."""
+        chosen = {id(param) for param in parameters} if self else ()
+        for module in list(self):
+            if module.reduce_gradients(chosen):
+                self.pop(module, None)
+
+
+unreduced = Unreduced()
+
+
 def drop_unreduced_gradients(parameters: Iterable[Tensor]) -> None:
     """Drop gradients of ``parameters`` that fsdp has not reduced over the ranks yet.
 

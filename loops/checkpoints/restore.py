@@ -16,7 +16,7 @@ from ...collectives import get_rank
 from ...primitives.suggestions import nearest
 from ...registry.local_paths import require_local
 from ...wrappers.features import model_features
-from ...wrappers.layout import is_sharded, reshard
+from ...wrappers.layout import is_sharded, reshard, unreduced
 from ...wrappers.steps.preprocess import get_device
 from ...wrappers.unwrap import num_data_ranks, plain_name, user_model
 from ..logs import mean_logs
@@ -276,6 +276,8 @@ class Checkpoint:
                 rank_content["gradients"] if fits else weights.mean_gradients(model, sources)
             )
             weights.set_gradients(model, gradients)
+            if gradients:
+                unreduced.note_restored(state.model)
             weights.restore_window_weights(state, sources, rank_ratio)
         with reading(self.path, every, "logs"):
             # Older checkpoints have no logs.

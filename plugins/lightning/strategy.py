@@ -23,7 +23,7 @@ from ...wrappers import (
     wrap_model,
 )
 from ...wrappers.features import model_features
-from ...wrappers.layout import get_parameters
+from ...wrappers.layout import get_parameters, unreduced
 from ...wrappers.optimizers.first_update import compare_gradients
 from ...wrappers.steps.buffers import buffers_of_first_rank
 from .module import StepLightningModule
@@ -159,18 +159,18 @@ class StepStrategy(FullStateStrategy):
         )
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, *args: Any, **kwargs: Any) -> Any:
-        """Step; before an optimizer's first update, compare its gradients between the ranks."""
+        """Step with reduced gradients; before the first update, compare them between the ranks."""
 
-        def checked() -> Any:
+        def prepared() -> Any:
             loss = closure()
             # Automatic optimization may skip the step of a rank, whose loss is then None.
             if loss is not None or not module.automatic_optimization:
-                _check_first_step(optimizer)
+                _prepare_step(optimizer)
             return loss
 
         module = get_module(self)
-        has_check = isinstance(module, StepLightningModule)
-        step = closure if has_check or optimizer in _checked else checked
+        is_prepared = isinstance(module, StepLightningModule)
+        step = closure if is_prepared else prepared
         return super().optimizer_step(optimizer, step, *args, **kwargs)
 
     @contextmanager
@@ -239,8 +239,14 @@ def _run_backward(wrapped: Any, loss: Tensor, plain: Callable[[Tensor], T]) -> T
     return results[0]
 
 
-def _check_first_step(optimizer: Optimizer) -> None:
-    """Raise RuntimeError if a forward outside of the wrapper has left gradients different."""
+def _prepare_step(optimizer: Optimizer) -> None:
+    """Reduce the gradients of modules that the last batch of the window did not use.
+
+    Raises:
+        RuntimeError: at the first update gradients differ, because of a forward outside of the
+            wrapper.
+    """
+    unreduced.reduce(get_parameters(optimizer))
     if optimizer in _checked:
         return
     has_gradient = any(parameter.grad is not None for parameter in get_parameters(optimizer))
@@ -286,9 +292,9 @@ class StepFabricStrategy(FabricDDPStrategy):
         self._detecting: Any = None
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step; before an optimizer's first update, compare its gradients between the ranks."""
+        """Step with reduced gradients; before the first update, compare them between the ranks."""
         if "closure" not in kwargs:
-            _check_first_step(optimizer)
+            _prepare_step(optimizer)
         return super().optimizer_step(optimizer, **kwargs)
 
     def setup_module(self, module: nn.Module) -> Any:

@@ -249,3 +249,38 @@ def _distances() -> float:
 
 def test_validations_do_not_change_the_training_with_own_buffers() -> None:
     assert run_ranks(_distances, 2, timeout_s=120) == [0.0, 0.0]
+
+
+class Skipping(Manual):
+    """Accumulate two batches by hand, of which only the first one uses the first layers."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        images, labels = batch
+        hidden = self.first(images) if self.is_first else torch.ones(len(images), 12)
+        return torch.nn.functional.cross_entropy(self.last(hidden), labels)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.is_first = batch_idx % 2 == 0
+        if self.is_first:
+            with self.trainer.strategy.block_backward_sync():
+                self.manual_backward(self.loss(batch))
+            return
+        self.manual_backward(self.loss(batch))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _weights_of_layers(wrapper: str) -> dict[str, torch.Tensor]:
+    join_lightning()
+    trainer = make_trainer(StepStrategy(wrapper), limit_val_batches=0)
+    trainer.fit(Skipping(), loader())
+    return whole_weights(trainer)
+
+
+def test_layers_that_only_earlier_batches_of_a_window_use() -> None:
+    weights, others = run_ranks(_weights_of_layers, 2, "separate", timeout_s=120)
+    sharded, _ = run_ranks(_weights_of_layers, 2, "fsdp", timeout_s=120)
+    for name, value in weights.items():
+        assert torch.equal(value, others[name])
+        torch.testing.assert_close(value, sharded[name], rtol=0, atol=1e-6)

@@ -233,7 +233,7 @@ class CompiledStep:
                     wrapper.support.explain_update(wrapper, error)
                     raise
             else:
-                update_like_programs(total, optim_wrapper, wrapper.data_group)
+                update_like_programs(total, optim_wrapper, wrapper)
         return detached(logs)
 
     def recheck_every(self, steps: int) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed
 from torch.fx import Interpreter
 
-from ..layout import broadcast_from_first_rank, get_parameters
+from ..layout import broadcast_from_first_rank, get_parameters, unreduced
 from ..steps.preprocess import get_device
 from .capture import Captured, NotCompilableError, batch_reader, capture, tensors_in
 from .contract import Contract, share_memory
@@ -340,14 +340,15 @@ class _Interpreter(Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def update_like_programs(total: Tensor, optim_wrapper: Any, group: Any) -> None:
+def update_like_programs(total: Tensor, optim_wrapper: Any, wrapper: Any) -> None:
     """Run an eager update that averages the gradients in joined tensors, as programs do.
 
     This is necessary because other ranks may run a program for their batches.
     """
     optim_wrapper.backward(optim_wrapper.scale_loss(total))
     if optim_wrapper.should_update():
-        _average(get_parameters(optim_wrapper.optimizer), group)
+        _average(get_parameters(optim_wrapper.optimizer), wrapper.data_group)
+        unreduced.pop(wrapper, None)
         optim_wrapper.step()
         optim_wrapper.zero_grad()
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...collectives import comm_device
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import apply_sync_batchnorm
+from ..layout import unreduced
 from ..sharding.mesh import require_process_group
 from ..steps.plain_models import prepare_steps
 from ..steps.step import ModelWrapper, reject_model_train_step
@@ -164,14 +167,53 @@ class StepDistributedDataParallel(ModelWrapper, FixedBuckets):
         except RuntimeError as error:
             _explain_unused(error, self._trainable, self._failure)
             raise
-        if self._watch is not None and torch.is_grad_enabled():
-            self._watch.note_forward()
+        if torch.is_grad_enabled():
+            unreduced.note_forward(self, is_reduced=self.require_backward_grad_sync)
+            if self._watch is not None:
+                self._watch.note_forward()
         if self.static_graph:
             refuse_double_backward(outputs, _STATIC)
         if self._failure and self.require_backward_grad_sync and torch.is_grad_enabled():
             # torch's forward has just checked that the previous backward was complete.
             self._failure = ""
         return outputs
+
+    @torch.no_grad()
+    def reduce_gradients(self, ids: Collection[int]) -> bool:
+        """Average the gradients of forwards under ``no_sync``; every rank must call this.
+
+        Gradients that are averaged already do not change. Returns whether the module has a
+        parameter with one of these ids; without one, nothing happens.
+
+        Raises:
+            RuntimeError: a communication hook combines gradients in another way.
+        """
+        if not any(id(parameter) in ids for parameter in self.module.parameters()):
+            return False
+        group, ignored = self.process_group, self.parameters_to_ignore
+        params = [p for name, p in self.module.named_parameters() if name not in ignored]
+        has_grad = [parameter.grad is not None for parameter in params]
+        flags = torch.tensor(has_grad, dtype=torch.uint8, device=comm_device(group))
+        # Ranks may have used different parameters of the module.
+        distributed.all_reduce(flags, distributed.ReduceOp.MAX, group=group)
+        if self._combines_otherwise() and flags.any():
+            raise RuntimeError(
+                f"the last micro-batch of an accumulation window did not use "
+                f"{next(iter(self._trainable.values()))}, so the comm_hook did not combine the "
+                "gradients of the earlier ones: use the module in the last micro-batch as well, or "
+                "a comm_hook that averages (allreduce, fp16_compress, bf16_compress)"
+            )
+        for parameter in compress(params, flags.tolist()):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = parameter.grad / distributed.get_world_size(group)
+            gradient = gradient.coalesce() if gradient.is_sparse else gradient.contiguous()
+            distributed.all_reduce(gradient, group=group)
+            if gradient.is_sparse:
+                parameter.grad = gradient
+            else:
+                parameter.grad.copy_(gradient)
+        return True
 
     @contextmanager
     def join(
@@ -257,7 +299,7 @@ class StepDistributedDataParallel(ModelWrapper, FixedBuckets):
     def _check_weights(self) -> None:
         if not self._is_weighed:
             return
-        if self._comm_hooks and not getattr(self._hook, "averages", False):
+        if self._combines_otherwise():
             raise ValueError(
                 "loss_weight needs gradients that are averaged over the ranks, but the comm_hook "
                 f"{self._comm_hooks[0][0].__qualname__} may combine them in another way: use "
@@ -269,6 +311,10 @@ class StepDistributedDataParallel(ModelWrapper, FixedBuckets):
                 "cannot report a weight of 0. Let this rank repeat its last batch in the context "
                 "uncounted_batch(wrapper, optim_wrapper) until all ranks have finished"
             )
+
+    def _combines_otherwise(self) -> bool:
+        """Return whether a communication hook does more than average."""
+        return bool(self._comm_hooks) and not getattr(self._hook, "averages", False)
 
     def _explain_update(self, error: BaseException) -> None:
         _explain_unused(error, self._trainable)

@@ -37,9 +37,11 @@ class SeparateDistributedDataParallel(ModelWrapper, nn.Module):
 
     After several calls of a child, only the first backward averages its gradients: sum the losses
     for one backward, or run a backward after each call. For gradient accumulation, enter
-    ``optim_wrapper[name].optim_context(child)``, which skips unnecessary communication. If a
-    backward passes through a child that it should not train, freeze the child during this backward
-    (``requires_grad_(False)``). Otherwise its gradients are averaged too, and you must clear them.
+    ``optim_wrapper[name].optim_context(child)``, which skips unnecessary communication. Gradients
+    of a child that the last batch of a window does not use are averaged before the update; all
+    ranks must use the same children. If a backward passes through a child that it should not train,
+    freeze the child during this backward (``requires_grad_(False)``). Otherwise its gradients are
+    averaged too, and you must clear them.
 
     Args:
         module: the model.

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..layout import fsdp_roots
+from ..layout import fsdp_roots, unreduced
 from ..torch_functions import refuse_double_backward, uncompiled
 from .torch_internals import (
+    call_as_forward,
     check_torch,
     drop_gradients,
     get_groups,
@@ -114,6 +115,25 @@ class Root:
             reset(self.module)
             self.drop_gradients()
 
+    @torch.enable_grad()
+    def reduce_gradients(self, ids: Collection[int]) -> bool:
+        """Reduce the gradients of forwards under ``no_sync``; every rank must call this.
+
+        Returns whether a shard has one of these ids; without one, nothing happens.
+        """
+        if not any(id(fsdp_param.sharded_param) in ids for fsdp_param in self._params):
+            return False
+        before, self._skips_sync = self._skips_sync, False
+        try:
+            self._prepare()
+            device = self._params[0].sharded_param.device
+            # A backward through the root reduces all of its gradients, even if it adds nothing.
+            probe = torch.zeros((), device=device, requires_grad=True)
+            call_as_forward(self.module, torch.clone, probe).backward()
+        finally:
+            self._skips_sync = before
+        return True
+
     def drop_gradients(self, chosen: Collection[int] | None = None) -> None:
         """Drop unreduced gradients of all parameters, or of those whose ids are in ``chosen``."""
         for group in self._groups:
@@ -147,25 +167,14 @@ class Root:
         if not self._num_uses and not self._depth:
             self._shards = _use_replaced(self.module, self._params, self._shards)
         if torch.is_inference_mode_enabled():
-            self._gather_once()
+            if not self._gathered_once:
+                self._gathered_once = True
+                _allocate_whole(self.units)
         elif torch.is_grad_enabled() and self._skips_sync is not self._module_skips_sync:
             # Set here, because the backward may run outside of `no_sync`.
             self.module.set_requires_gradient_sync(not self._skips_sync)
             self._module_skips_sync = self._skips_sync
-
-    def _gather_once(self) -> None:
-        """Allocate the whole parameters outside of inference mode.
-
-        torch allocates them at the first use and reuses them, but tensors that were created in
-        inference mode can never be trained.
-        """
-        if self._gathered_once:
-            return
-        self._gathered_once = True
-        with torch.inference_mode(mode=False), torch.no_grad():
-            for unit in self.units:
-                unit.unshard()
-                unit.reshard()
+            unreduced.note_forward(self, is_reduced=not self._skips_sync)
 
     def _unify_flags(self) -> None:
         """Set ``requires_grad`` of shards and whole parameters to the value that was set last."""
@@ -195,6 +204,18 @@ class Root:
             if now[at] is not previous[at] and (chosen is None or chosen[at]):
                 _set_flag(fsdp_param.sharded_param, now[at])
         init_dtypes(self._groups)
+
+
+def _allocate_whole(units: Iterable[Any]) -> None:
+    """Allocate the whole parameters outside of inference mode.
+
+    torch allocates them at the first use and reuses them, but tensors that were created in
+    inference mode can never be trained.
+    """
+    with torch.inference_mode(mode=False), torch.no_grad():
+        for unit in units:
+            unit.unshard()
+            unit.reshard()
 
 
 def _use_replaced(module: nn.Module, parameters: list[Any], known: list[Tensor]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ...collectives import get_rank
 from ...registry import OPTIM_WRAPPERS
 from ..features import OptimFeatures
-from ..layout import drop_unreduced_gradients, get_parameters, is_dtensor, no_sync
+from ..layout import drop_unreduced_gradients, get_parameters, is_dtensor, no_sync, unreduced
 from .clipping import GradClip
 from .first_update import FirstUpdate
 from .gates import (
@@ -454,6 +454,8 @@ class OptimWrapper(Accumulation):
                 gradient, for example because wrapping replaced the model's parameters.
             ValueError: the optimizer needs a closure.
         """
+        if unreduced:
+            unreduced.reduce(get_parameters(self.optimizer))
         for gate in self.gates.active:
             if not gate.allows(self):
                 self.zero_grad()
