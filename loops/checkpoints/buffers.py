@@ -1,4 +1,4 @@
-"""Buffers that differ between the ranks; ``model.pt`` contains those of the first rank."""
+"""Buffers that differ between the ranks; ``model.pt`` contains the first rank's buffers."""
 
 from __future__ import annotations
 
@@ -36,11 +36,16 @@ def differing_buffers(model: nn.Module, digests: Sequence[Digests]) -> dict[str,
         model: the wrapper.
         digests: the hashes of all ranks.
     """
-    first = digests[0]
-    if all(of_rank == first for of_rank in digests):
+    of_first_rank = digests[0]
+    if all(of_rank == of_first_rank for of_rank in digests):
         return {}
-    own, buffers = digests[own_rank()], _saved_buffers(model)
-    return {ENTRY: {n: to_plain(b, n) for n, b in buffers.items() if own[n] != first[n]}}
+    of_this_rank, buffers = digests[own_rank()], _saved_buffers(model)
+    differing = {
+        name: to_plain(buffer, name)
+        for name, buffer in buffers.items()
+        if of_this_rank[name] != of_first_rank[name]
+    }
+    return {ENTRY: differing}
 
 
 @torch.no_grad()

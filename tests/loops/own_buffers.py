@@ -45,7 +45,7 @@ def centred_net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), Centre(6), nn.Tanh(), nn.Linear(6, 1)).double()
 
 
-def batches_of(rank: int) -> list[list[Tensor]]:
+def make_batches(rank: int) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(10 + rank)
     options: Any = {"generator": generator, "dtype": torch.float64}
     return [[torch.randn(8, 4, **options) + rank, torch.randn(8, 1, **options)] for _ in range(3)]
@@ -57,7 +57,7 @@ def train_plainly() -> Tensor:
     for at in [0, 1, 2] * EPOCHS:
         gradients = []
         for rank, net in enumerate(nets):
-            inputs, targets = batches_of(rank)[at]
+            inputs, targets = make_batches(rank)[at]
             loss = mse_loss(net(inputs), targets)
             gradients.append(torch.autograd.grad(loss, list(net.parameters())))
         for net in nets:
@@ -67,18 +67,18 @@ def train_plainly() -> Tensor:
 
 
 def make_runner(
-    kind: str, options: dict[str, Any], *, validates: bool = False, **parts: Any
+    kind: str, options: dict[str, Any], *, validates: bool = False, **arguments: Any
 ) -> Runner:
-    """Return a runner on this rank's batches; ``parts`` are arguments of the runner."""
-    batches = batches_of(dist.get_rank())
+    """Return a runner on this rank's batches; ``arguments`` are arguments of the runner."""
+    batches = make_batches(dist.get_rank())
     wrapper = wrap_model(kind, SupervisedModel(centred_net(), nn.MSELoss()), **options)
     val_loop = ValLoop(batches, {"loss": MeanLoss()}, per_rank=True) if validates else None
     loop = EpochTrainLoop(batches, max_epochs=EPOCHS, per_rank=True, val_loop=val_loop)
     optim_wrapper = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=LR))
-    hooks = {**OFF, **parts.pop("hooks", {})}
-    return Runner(wrapper, loop, optim_wrapper=optim_wrapper, hooks=hooks, **parts)
+    hooks = {**OFF, **arguments.pop("hooks", {})}
+    return Runner(wrapper, loop, optim_wrapper=optim_wrapper, hooks=hooks, **arguments)
 
 
 def flat_weights(model: nn.Module) -> Tensor:
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    return torch.cat([param.detach().flatten() for param in whole])
+    whole_params = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return torch.cat([param.detach().flatten() for param in whole_params])

@@ -9,7 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from listeners import stop_at
-from own_buffers import KINDS, LR, batches_of, centred_net, flat_weights, make_runner, train_plainly
+from own_buffers import (
+    KINDS,
+    LR,
+    centred_net,
+    flat_weights,
+    make_batches,
+    make_runner,
+    train_plainly,
+)
 from ranks import on_ranks
 from torch import Tensor, nn
 
@@ -86,7 +94,7 @@ def test_buffers_that_an_evaluation_changes_keep_their_values(inference_mode: bo
     model = wrap_model("separate", SupervisedModel(net, nn.MSELoss()))
     net.net[1].mean += rank
     metrics = {"loss": MeanLoss()}
-    loop = ValLoop(batches_of(rank), metrics, inference_mode=inference_mode, per_rank=True)
+    loop = ValLoop(make_batches(rank), metrics, inference_mode=inference_mode, per_rank=True)
     Runner(model, val_loop=loop, hooks=()).validate()
     assert net.seen == 24
     assert net.net[1].mean.eq(rank).all()
@@ -121,9 +129,9 @@ def test_a_resumed_run_continues_with_the_buffers_of_each_rank(
         return make_runner(kind, options, run_dir=tmp_path, hooks=named)
 
     make(stop=stop_at(4)).train()
-    first, second = saved_buffers(tmp_path)
-    assert first == {}
-    assert list(second) == ["net.1.mean"]
+    of_first, of_second = saved_buffers(tmp_path)
+    assert of_first == {}
+    assert list(of_second) == ["net.1.mean"]
     runner = make()
     runner.train(resume="latest")
     assert_trained_plainly(runner.state.model)
@@ -151,12 +159,12 @@ def test_inside_a_window_ddp_continues_with_the_buffers_of_each_rank(tmp_path: P
         return state
 
     state = make()
-    state.model.train_step(batches_of(rank)[0], state.optim_wrapper)
+    state.model.train_step(make_batches(rank)[0], state.optim_wrapper)
     state.iteration = state.batch = 1
     resumed = make()
     load_checkpoint(save_checkpoint(tmp_path, state)).restore(resumed)
-    for one in (state, resumed):
-        one.model.train_step(batches_of(rank)[1], one.optim_wrapper)
-    mean, resumed_mean = (one.model.module.net[1].mean for one in (state, resumed))
+    for run_state in (state, resumed):
+        run_state.model.train_step(make_batches(rank)[1], run_state.optim_wrapper)
+    mean, resumed_mean = (run_state.model.module.net[1].mean for run_state in (state, resumed))
     assert torch.equal(mean, resumed_mean)
     assert not same_on_ranks(mean)

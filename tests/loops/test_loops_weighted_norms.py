@@ -32,7 +32,7 @@ def normed_net() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(4, 1)).double()
 
 
-def batches_of(rank: int) -> list[list[Tensor]]:
+def make_batches(rank: int) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(3 + rank)
     options: Any = {"generator": generator, "dtype": torch.float64}
     return [
@@ -45,7 +45,7 @@ def train_plainly(window: int) -> dict[str, Tensor]:
     """Train on the batches of both ranks, joined batch by batch."""
     net = normed_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    data = [batches_of(rank) for rank in range(2)]
+    data = [make_batches(rank) for rank in range(2)]
     for start in range(0, max(COUNTS), window):
         optimizer.zero_grad()
         total = 0
@@ -83,7 +83,7 @@ def train(wrapper: nn.Module, batches: Any, window: int = 1) -> dict[str, Tensor
 def test_synchronised_statistics_leave_them_out(kind: str, sized: bool, window: int) -> None:
     model = SupervisedModel(normed_net(), nn.MSELoss())
     wrapper = wrap_model(kind, model, sync_batchnorm=True)
-    batches = batches_of(dist.get_rank())
+    batches = make_batches(dist.get_rank())
     state = train(wrapper, batches if sized else Unsized(batches), window)
     for name, expected in train_plainly(window).items():
         torch.testing.assert_close(state[name], expected, rtol=0, atol=1e-12, msg=name)
@@ -94,18 +94,18 @@ def test_statistics_of_one_rank_leave_them_out() -> None:
     rank = dist.get_rank()
     model = SupervisedModel(normed_net(), nn.MSELoss())
     wrapper = wrap_model("ddp", model, broadcast_buffers=False)
-    state = train(wrapper, batches_of(rank))
+    state = train(wrapper, make_batches(rank))
     assert state["1.num_batches_tracked"] == COUNTS[rank]
     if rank == 0:
         net = normed_net()
-        net(batches_of(rank)[0][0])
+        net(make_batches(rank)[0][0])
         torch.testing.assert_close(state["1.running_var"], net[1].running_var, rtol=0, atol=1e-15)
 
 
 def test_a_batch_that_only_ends_a_window_leaves_no_trace() -> None:
     """The loader does not state its length, and its three batches end inside a window of two."""
     wrapper = SingleDevice(SupervisedModel(normed_net(), nn.MSELoss()))
-    state = train(wrapper, Unsized(batches_of(1)), 2)
+    state = train(wrapper, Unsized(make_batches(1)), 2)
     assert state["1.num_batches_tracked"] == 3
 
 
@@ -115,7 +115,7 @@ def test_own_loops_leave_them_out_by_a_context() -> None:
     wrapper = wrap_model("ddp", SupervisedModel(normed_net(), nn.MSELoss()), sync_batchnorm=True)
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
     optim_wrapper = OptimWrapper(optimizer, loss_weight="samples")
-    batches = batches_of(rank)
+    batches = make_batches(rank)
     for at in range(max(COUNTS)):
         if at < len(batches):
             wrapper.train_step(batches[at], optim_wrapper)
@@ -134,4 +134,4 @@ def test_torchs_synchronised_layers_are_refused() -> None:
     net = nn.SyncBatchNorm.convert_sync_batchnorm(normed_net())
     model = SupervisedModel(net, nn.MSELoss())
     with pytest.raises(ValueError, match=r"module\.net\.1 must be a SynchronizedBatchNorm, got"):
-        train(wrap_model("fsdp", model), batches_of(dist.get_rank()))
+        train(wrap_model("fsdp", model), make_batches(dist.get_rank()))

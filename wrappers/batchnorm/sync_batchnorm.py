@@ -105,7 +105,7 @@ class SynchronizedBatchNorm(_BatchNorm):
     precision: Precision = "fp32"
     _place: _Place | None = None
     _call_counter: _CallCounter | None = None
-    # Whether the samples of this rank do not count, as in `uncounted_batch`.
+    # Whether the samples of this rank do not count; `uncounted_batch` sets it.
     leaves_out = False
     _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
 

@@ -46,18 +46,18 @@ def buffers_of_first_rank(model: nn.Module) -> Iterator[None]:
     Buffers that change inside this context keep their new values. Every rank must enter it.
     """
     features = model_features(model)
-    own = save_buffers(model) if features.own_buffers else []
+    own_buffers = save_buffers(model) if features.own_buffers else []
     features.sync_buffers()
     # Inference tensors have no versions, and cannot be restored outside of inference mode.
-    own = [entry for entry in own if not entry[2].is_inference()]
-    versions = [buffer._version for _, _, buffer, _ in own]
+    own_buffers = [entry for entry in own_buffers if not entry[2].is_inference()]
+    versions = [buffer._version for _, _, buffer, _ in own_buffers]
     try:
         yield
     finally:
         restore_buffers(
             [
                 (owner, name, buffer, value)
-                for (owner, name, buffer, value), version in zip(own, versions, strict=True)
+                for (owner, name, buffer, value), version in zip(own_buffers, versions, strict=True)
                 if owner.get(name) is buffer and buffer._version == version
             ]
         )
