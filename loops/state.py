@@ -114,24 +114,6 @@ class Counters:
         """The number of the running epoch, or of the one that has just ended; the first is 1."""
         return max(1, self.epoch + (self.batch > 0))
 
-    def finish_batch(self) -> None:
-        """Count a batch."""
-        self.iteration += 1
-        self.batch += 1
-
-    def finish_update(self) -> None:
-        """Count an update, after its last batch."""
-        self.step += 1
-        self.updated_at = (self.epoch, self.batch, self.iteration)
-        self.in_step = False
-
-    def finish_pass(self) -> None:
-        """Count a pass over the data."""
-        self.epoch += 1
-        self.batch = 0
-        if self.updated_at is not None and self.updated_at[2] == self.iteration:
-            self.updated_at = (self.epoch, 0, self.iteration)
-
 
 @dataclass(kw_only=True)
 class RunLength:

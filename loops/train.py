@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from time import monotonic
 from typing import Any
@@ -85,28 +86,25 @@ class _TrainLoop:
         """Return the length of the run."""
 
     @abstractmethod
-    def _train(self, state: LoopState, hooks: HookList) -> None:
-        """Train from the position in ``state`` to the end or a stop."""
-
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
         """Train from the position in ``state`` to the end or a stop; every rank must call this."""
+
+    @contextmanager
+    def _begin(self, state: LoopState) -> Iterator[None]:
         self._check(state)
         # Around all sessions, so that a signal during a rollback stops the next session.
         with StopSignals() as self._signals:
-            while True:
-                try:
-                    self._run_session(state, hooks)
-                    return state
-                except Rollback as rollback:
-                    self._restore(rollback, state, hooks)
+            yield
 
-    def _run_session(self, state: LoopState, hooks: HookList) -> None:
+    @contextmanager
+    def _session(self, state: LoopState, hooks: HookList) -> Iterator[None]:
+        """Prepare and announce a session; announce its end, or the error that ended it."""
         self._prepare(state)
         self._signals.start(state.clock_s)
         try:
             with naming_missing_ranks(state):
                 hooks.emit("on_train_start", state)
-                self._train(state, hooks)
+                yield
                 if not state.signal:
                     self._signals.poll_now(state)
                 self._record_rest(state, hooks)
@@ -151,10 +149,13 @@ class _TrainLoop:
             log((state.step + 1, logs))
             for on_batch_end in hooks.on_batch_end:
                 on_batch_end(state, batch, logs)
-            state.finish_batch()
+            state.iteration += 1
+            state.batch += 1
             if not optim.should_update():
                 continue
-            state.finish_update()
+            state.step += 1
+            state.updated_at = (state.epoch, state.batch, state.iteration)
+            state.in_step = False
             for on_update in hooks.on_update:
                 on_update(state)
             if state.together:
@@ -199,7 +200,10 @@ class _TrainLoop:
             self._record(state, hooks)
 
     def _end_pass(self, state: LoopState, hooks: HookList) -> None:
-        state.finish_pass()
+        state.epoch += 1
+        state.batch = 0
+        if state.updated_at is not None and state.updated_at[2] == state.iteration:
+            state.updated_at = (state.epoch, 0, state.iteration)
         if self._by_epoch:
             self._validate(state, hooks)
         hooks.emit("on_save_point", state)
@@ -275,17 +279,25 @@ class EpochTrainLoop(_TrainLoop):
             self.max_epochs, self.val_begin, self.val_interval, self.dynamic_intervals
         )
 
-    def _train(self, state: LoopState, hooks: HookList) -> None:
-        self._validate_if_pending(state, hooks)
-        while self.budget.continues(state):
-            state.model.train()
-            hooks.emit("on_epoch_start", state)
-            with self._inputs.joined(state):
-                self._pass(state, hooks)
-            if state.stop_reason:
-                break
-            hooks.emit("on_epoch_end", state)
-            self._end_pass(state, hooks)
+    def run(self, state: LoopState, hooks: HookList) -> LoopState:
+        """Train from the position in ``state`` to the end or a stop; every rank must call this."""
+        with self._begin(state):
+            while True:
+                try:
+                    with self._session(state, hooks):
+                        self._validate_if_pending(state, hooks)
+                        while self.budget.continues(state):
+                            state.model.train()
+                            hooks.emit("on_epoch_start", state)
+                            with self._inputs.joined(state):
+                                self._pass(state, hooks)
+                            if state.stop_reason:
+                                break
+                            hooks.emit("on_epoch_end", state)
+                            self._end_pass(state, hooks)
+                    return state
+                except Rollback as rollback:
+                    self._restore(rollback, state, hooks)
 
 
 @LOOPS.register_module(name=["IterTrainLoop", "IterBasedTrainLoop"])
@@ -313,13 +325,21 @@ class IterTrainLoop(_TrainLoop):
     def _make_budget(self) -> Budget:
         return StepBudget(self.max_steps, self.val_begin, self.val_interval, self.dynamic_intervals)
 
-    def _train(self, state: LoopState, hooks: HookList) -> None:
-        state.model.train()
-        hooks.emit("on_epoch_start", state)
-        self._validate_if_pending(state, hooks)
-        while self.budget.continues(state):
-            self._pass(state, hooks)
-            if self.budget.continues(state):
-                self._end_pass(state, hooks)
-        if not state.stop_reason:
-            hooks.emit("on_epoch_end", state)
+    def run(self, state: LoopState, hooks: HookList) -> LoopState:
+        """Train from the position in ``state`` to the end or a stop; every rank must call this."""
+        with self._begin(state):
+            while True:
+                try:
+                    with self._session(state, hooks):
+                        state.model.train()
+                        hooks.emit("on_epoch_start", state)
+                        self._validate_if_pending(state, hooks)
+                        while self.budget.continues(state):
+                            self._pass(state, hooks)
+                            if self.budget.continues(state):
+                                self._end_pass(state, hooks)
+                        if not state.stop_reason:
+                            hooks.emit("on_epoch_end", state)
+                    return state
+                except Rollback as rollback:
+                    self._restore(rollback, state, hooks)
