@@ -25,8 +25,8 @@ from runner_parts import assert_identical, final_weights, points_config, run_com
 
 from stepwrap.collectives import all_gather_object, broadcast, get_rank, get_world_size, synchronize
 from stepwrap.runner import LaunchError, Runner, launch
-from stepwrap.runner import guard as _guard
 from stepwrap.runner import launcher as _launcher
+from stepwrap.runner import rank_processes as _rank_processes
 from stepwrap.runner.command.cli import main
 from stepwrap.runner.jobs import _console_log
 from stepwrap.runner.launcher import process_group, single_process_group, started_outside
@@ -165,7 +165,7 @@ def save_slowly(out: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_saves_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_guard, "_GRACE_S", 1.0)
+    monkeypatch.setattr(_rank_processes, "_GRACE_S", 1.0)
     with pytest.raises(LaunchError, match=r"ValueError: no luck \(rank 1\)") as caught:
         launch(save_slowly, (tmp_path,), nproc=2)
     assert (tmp_path / "saved").exists()
@@ -188,7 +188,7 @@ def leave(in_what: str) -> None:
 def test_a_rank_that_leaves_before_its_work_is_done_is_an_error(
     in_what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_guard, "_GRACE_S", 1.0)
+    monkeypatch.setattr(_rank_processes, "_GRACE_S", 1.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     message = r"the process exited with code 0 before its work was done \(rank 1\)"
     # Create multiprocessing's folder for sockets now, because it is kept until this process ends.
@@ -259,7 +259,7 @@ def test_ranks_that_still_import_end_with_their_launcher(tmp_path: Path) -> None
             time.sleep(0.01)
         launcher.kill()
     limit = time.monotonic() + 60
-    while any(_guard.is_running(int(rank.name.partition("_")[2])) for rank in ranks):
+    while any(_rank_processes.is_running(int(rank.name.partition("_")[2])) for rank in ranks):
         assert time.monotonic() < limit
         time.sleep(0.01)
 

@@ -20,7 +20,7 @@ from stepwrap.wrappers import (
 STEPS = 50
 BATCH = 32
 # Rounding errors grow over the steps; in fp64 they stay far below the fp32 tolerance.
-TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-12}
+TOLERANCES = {torch.float32: 2e-6, torch.float64: 1e-12}
 
 
 def _batches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
