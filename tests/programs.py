@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 
-def ended(*words: Any, timeout: float = 200.0, **options: Any) -> subprocess.CompletedProcess[str]:
+def ended(*words: Any, timeout: float = 400.0, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run `python WORDS` and return the finished process; `options` are passed to subprocess."""
     return subprocess.run(
         [sys.executable, *map(str, words)],
@@ -18,7 +18,7 @@ def ended(*words: Any, timeout: float = 200.0, **options: Any) -> subprocess.Com
     )
 
 
-def run(*words: Any, timeout: float = 200.0, **options: Any) -> str:
+def run(*words: Any, timeout: float = 400.0, **options: Any) -> str:
     """Return the output of `python WORDS`, which must succeed within `timeout` seconds."""
     done = ended(*words, timeout=timeout, **options)
     assert done.returncode == 0, done.stdout + done.stderr

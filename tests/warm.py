@@ -39,7 +39,7 @@ class _Program(NamedTuple):
 
 def ended(
     *words: Any,
-    timeout: float = 200.0,
+    timeout: float = 400.0,
     cwd: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
     input: str = "",
