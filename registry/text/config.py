@@ -203,16 +203,16 @@ def _finished(values: dict[str, Any], origins: dict[str, str], path: Path) -> Co
         if isinstance(folder, str):
             base = _folder(origins.get(f"import_from.{at}", ""))
             values["import_from"][at] = os.path.abspath(base / folder)
-    return Config(values, path, _places(values, origins))
+    return Config(values, path, _find_origins(values, origins))
 
 
-def _places(values: Any, origins: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+def _find_origins(values: Any, origins: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     """Map paths to (value, origin); if ``origins`` has no entry, a value inherits one."""
-    places: dict[str, tuple[Any, str]] = {}
+    entries: dict[str, tuple[Any, str]] = {}
     for path, value in walk(values):
-        inherited = places[dotted(path[:-1])][1] if path else ""
-        places[dotted(path)] = value, origins.get(dotted(path), inherited)
-    return places
+        inherited = entries[dotted(path[:-1])][1] if path else ""
+        entries[dotted(path)] = value, origins.get(dotted(path), inherited)
+    return entries
 
 
 def _folder(origin: str) -> Path:
