@@ -89,8 +89,7 @@ class Accumulation(OptimFeatures):
         self.max_counts = -1
         self.resumed_at = 0
         self.ends_by_updates = False
-        # Set here and not by the first log record, which would change the attributes that a compiled
-        # step compares.
+        # Set here, because compiled steps compare which attributes there are.
         self.empty_updates = 0
         # The last micro-batch of the pass.
         self._pass_end = -1
