@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import gc
 import multiprocessing.process
 import os
@@ -111,6 +112,10 @@ class _Template:
         return code if in_time else None
 
     def close(self) -> None:
+        # Processes that pytest has forked meanwhile, such as workers of loaders, have copies of the
+        # socket, so closing this one is not enough.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._process.wait()
 
