@@ -23,8 +23,8 @@ from ..wrappers.features import model_features, optim_features
 from ..wrappers.steps.buffers import buffers_of_first_rank, restore_buffers, save_buffers
 from ..wrappers.steps.preprocess import get_device
 from ..wrappers.unwrap import user_model
-from .data.loaders import batches_from, get_length, peek_first_batch, size_before_padding
-from .data.shares import Share
+from .data.loaders import batches_from, get_length, peek_first_batch
+from .data.shares import Share, without_padding
 from .error_notes import get_name, naming_missing_ranks, note_failure, record_inference_tensors
 from .evaluation import Evaluation, Poll, require_step
 from .hook import HookList
@@ -273,9 +273,7 @@ class _EvalLoop(Evaluation):
             return {}
         self._require_batches(count)
         evaluation.merge_metrics(self.metrics, group)
-        results = evaluation.compute_metrics(
-            self.metrics, size_before_padding(self.dataloader), group
-        )
+        results = evaluation.compute_metrics(self.metrics, group)
         if self.phase is Phase.VAL:
             state.metrics, state.evaluated_at = results, state.step
             state.higher_is_better = find_directions(self.metrics)
@@ -290,9 +288,10 @@ class _EvalLoop(Evaluation):
             raise ValueError(f"the {self.phase.value} loader has no batches on any rank")
 
     def divide(self, state: LoopState) -> None:
-        """Keep only this rank's batches, if all ranks would read the same; every rank must call."""
+        """Read each sample on one rank, if it would be read on several; every rank must call."""
         group = model_features(state.model).data_group
-        self.dataloader = self._share.divide(self.dataloader, group, repeats=False)
+        share = self._share.divide(self.dataloader, group, repeats=False)
+        self.dataloader = without_padding(share)
 
     def _batches(self) -> Iterable[Any]:
         return self._share.take(batches_from(self.dataloader, epoch=0))

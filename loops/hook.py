@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor
 
 from ..registry import did_you_mean
-from .state import LoopState
+from .state import LoopState, Stateful
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class Hook:
     event is noticed: name a helper ``_on_...``.
 
     Other objects with methods of these names work as well; ``order`` is optional for them. A hook
-    with ``state_dict`` and ``load_state_dict`` is saved in checkpoints.
+    with ``state_dict`` and ``load_state_dict`` is saved in checkpoints, and belongs to one run.
     """
 
     order: int = 50
@@ -162,6 +163,19 @@ def _require_hook(hook: Any) -> Any:
     return hook
 
 
+# The hooks with a state by their ids, and the runs that the state belongs to.
+_RUNS: dict[int, tuple[weakref.ref[Any], weakref.ref[LoopState]]] = {}
+
+
+def note_run(hook: Any, state: LoopState) -> None:
+    """Note that the state of ``hook`` belongs to the run of ``state``."""
+
+    def forget(_: Any, key: int = id(hook)) -> None:
+        _RUNS.pop(key, None)
+
+    _RUNS[id(hook)] = weakref.ref(hook, forget), weakref.ref(state)
+
+
 class HookList:
     """Hooks in calling order.
 
@@ -191,6 +205,21 @@ class HookList:
                 if getattr(method, "__func__", method) is not silent
             ]
             setattr(self, event, tuple(listeners))
+
+    def begin_training(self, state: LoopState) -> None:
+        """Raise ValueError if a hook has the state of another run than ``state``."""
+        for hook in self._hooks:
+            if not isinstance(hook, Stateful) or not hasattr(hook, "__weakref__"):
+                continue
+            earlier = _RUNS.get(id(hook))
+            if earlier is not None and earlier[0]() is hook and earlier[1]() is not state:
+                name = type(hook).__name__
+                raise ValueError(
+                    f"this {name} has the state of another run, such as its best value or its "
+                    f"averages: create a new {name} for each run. To continue with the state, call "
+                    "load_state_dict(old.state_dict()) of the new one"
+                )
+            note_run(hook, state)
 
     def _surrounded(self, event: str, hook: Any, listener: Listener) -> Listener:
         for other in self._hooks:

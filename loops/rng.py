@@ -1,18 +1,29 @@
-"""Save, restore and preserve the random number generators of this process."""
+"""Save, restore and preserve the random number generators of this process and of its data."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
-from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, SequentialSampler
+
+logger = logging.getLogger(__name__)
+
+_MAX_DEPTH = 6
+# Longer lists and dicts hold samples, not the parts of a data set.
+_MAX_ENTRIES = 64
+_MAX_VALUES = 2000
+# The process-wide generator, which torch's samplers use unless they have their own.
+_GLOBAL = "torch.default_generator"
 
 
 def mix_seed(*numbers: int) -> int:
@@ -32,13 +43,7 @@ def seed_rng(seed: int) -> None:
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
     """Return the streams of Python, torch (CPU and CUDA) and NumPy as tensors and numbers."""
-    version, words, gauss = random.getstate()
-    # Through an array, because torch converts a tuple slowly, number by number.
-    numbers = torch.frombuffer(array("q", words), dtype=torch.int64)
-    streams: dict[str, Any] = {
-        "python": {"version": version, "words": numbers, "gauss": gauss},
-        "torch": torch.get_rng_state(),
-    }
+    streams: dict[str, Any] = {"python": _python_state(random), "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         streams["cuda"] = torch.cuda.get_rng_state(_cuda(device))
     numpy = sys.modules.get("numpy")
@@ -56,8 +61,7 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
 
 def restore_rng(streams: dict[str, Any], device: torch.device | None = None) -> None:
     """Restore the streams of ``capture_rng``; skip CUDA or NumPy if this process lacks them."""
-    python = streams["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    _set_python_state(random, streams["python"])
     torch.set_rng_state(streams["torch"])
     if "cuda" in streams and torch.cuda.is_available():
         torch.cuda.set_rng_state(streams["cuda"], _cuda(device))
@@ -80,30 +84,195 @@ def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
         restore_rng(streams, device)
 
 
+def is_generator(value: Any) -> bool:
+    """Return whether ``value`` is a generator of Python, torch or NumPy with a state."""
+    numpy = sys.modules.get("numpy")
+    kinds: tuple[type, ...] = (random.Random, torch.Generator)
+    if numpy is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
+
+
+def generator_state(generator: Any) -> Any:
+    """Return a copy of a generator's state as tensors, numbers, strings and dicts."""
+    if isinstance(generator, random.Random):
+        return _python_state(generator)
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if hasattr(generator, "bit_generator"):
+        return _to_tensors(generator.bit_generator.state)
+    return _to_tensors(generator.get_state(legacy=False))
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Set a state that ``generator_state`` returned."""
+    if isinstance(generator, random.Random):
+        _set_python_state(generator, state)
+    elif isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = _to_arrays(state)
+    else:
+        generator.set_state(_to_arrays(state))
+
+
+def _python_state(generator: Any) -> dict[str, Any]:
+    version, words, gauss = generator.getstate()
+    # Through an array, because torch converts a tuple slowly, number by number.
+    numbers = torch.frombuffer(array("q", words), dtype=torch.int64)
+    return {"version": version, "words": numbers, "gauss": gauss}
+
+
+def _set_python_state(generator: Any, state: dict[str, Any]) -> None:
+    generator.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
+
+
+def _to_tensors(state: Any) -> Any:
+    """Replace the arrays and scalars of NumPy in a state."""
+    if isinstance(state, dict):
+        return {name: _to_tensors(entry) for name, entry in state.items()}
+    if hasattr(state, "dtype"):
+        return torch.from_numpy(state.copy()) if state.ndim else state.item()
+    return state
+
+
+def _to_arrays(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _to_arrays(entry) for name, entry in state.items()}
+    return state.numpy() if isinstance(state, torch.Tensor) else state
+
+
 @contextmanager
 def preserved_generators(owners: Iterable[Any]) -> Iterator[None]:
     """Restore, after the block, the random generators that are attributes of ``owners``."""
     values = [v for owner in owners for v in getattr(owner, "__dict__", {}).values()]
-    restore = [_make_restorer(value) for value in values]
+    states = [(value, generator_state(value)) for value in values if is_generator(value)]
     try:
         yield
     finally:
-        for restore_one in filter(None, restore):
-            restore_one()
-
-
-def _make_restorer(value: Any) -> Callable[[], Any] | None:
-    """Return a function that restores a generator's current state; None for other values."""
-    numpy = sys.modules.get("numpy")
-    if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
-    if numpy is not None and isinstance(value, numpy.random.Generator):
-        return partial(setattr, value.bit_generator, "state", deepcopy(value.bit_generator.state))
-    is_legacy = numpy is not None and isinstance(value, numpy.random.RandomState)
-    if is_legacy or isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
-    return None
+        for generator, state in states:
+            set_generator_state(generator, state)
 
 
 def _cuda(device: torch.device | None) -> torch.device:
     return device if device is not None and device.type == "cuda" else torch.device("cuda")
+
+
+class DataGenerators:
+    """The generators of the training data, and their states when the running pass began.
+
+    A sampler draws the order of a pass when the pass begins, and a data set draws from its own
+    generator whenever a sample is read. A run that resumes inside a pass needs both states: the
+    one at the beginning of the pass to draw the order again, and the one now to continue.
+    """
+
+    def __init__(self) -> None:
+        self._loader: Any = None
+        self._begin: dict[str, Any] = {}
+        self._restored: dict[str, dict[str, Any]] | None = None
+
+    def start_pass(self, loader: Any, batch: int) -> None:
+        """Continue from the restored states; record them if ``batch`` is 0, the pass's first."""
+        self._loader = loader
+        restored, self._restored = self._restored or {}, None
+        order, samples = _find_generators(loader)
+        if restored and (batch or getattr(loader, "persistent_workers", False)):
+            _warn_of_workers(loader, samples)
+        if batch:
+            self._begin = restored.get("begin", self._begin)
+            _set_states(samples, restored.get("now", {}))
+        else:
+            _set_states({**order, **samples}, restored.get("now", {}))
+            self._begin = _states({**order, **samples})
+
+    def know_order(self, loader: Any) -> bool:
+        """Return whether all generators of the order have a state for the beginning of the pass."""
+        return _find_generators(loader)[0].keys() <= self._begin.keys()
+
+    def rewind(self, loader: Any, *, samples: bool) -> None:
+        """Set the generators of the order to their states at the beginning of the pass.
+
+        Args:
+            loader: the loader.
+            samples: whether to do the same with the generators of the data set.
+        """
+        order, of_samples = _find_generators(loader)
+        _set_states({**order, **of_samples} if samples else order, self._begin)
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the states at the beginning of the pass and now; {} if there are no generators."""
+        if self._restored is not None or not self._begin:
+            return self._restored or {}
+        order, samples = _find_generators(self._loader)
+        return {"begin": self._begin, "now": _states({**order, **samples})}
+
+    def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
+        """Set the states from which the next pass continues."""
+        self._begin, self._restored = {}, state
+
+
+def _states(generators: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: generator_state(generator) for path, generator in generators.items()}
+
+
+def _set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    for path in generators.keys() & states.keys():
+        set_generator_state(generators[path], states[path])
+
+
+def _find_generators(loader: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the generators of the order and those of the data set, by their paths.
+
+    A loader with a state of its own saves what it needs.
+    """
+    # A loader of which only the first batches are read.
+    loader = getattr(loader, "loader", loader)
+    if hasattr(loader, "state_dict"):
+        return {}, {}
+    known: set[int] = set()
+    dataset = getattr(loader, "dataset", None)
+    samples = dict(_walk(dataset, "dataset", known))
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    # A loader that was divided among ranks has the same paths as one that was not.
+    batch_sampler = getattr(batch_sampler, "undivided", batch_sampler)
+    order = dict(_walk(batch_sampler, "batch_sampler", known))
+    for name, value in getattr(loader, "__dict__", {}).items():
+        if name not in ("dataset", "batch_sampler", "_iterator"):
+            order |= _walk(value, name, known)
+    sampler = getattr(batch_sampler, "sampler", None)
+    if isinstance(loader, DataLoader) and not order and type(sampler) is not SequentialSampler:
+        order[_GLOBAL] = torch.default_generator
+    return order, samples
+
+
+def _walk(
+    value: Any, path: str, known: set[int], depth: int = _MAX_DEPTH
+) -> Iterator[tuple[str, Any]]:
+    """Yield the generators inside a value with their paths, each generator once."""
+    is_leaf = isinstance(value, (Tensor, type, ModuleType))
+    if is_leaf or id(value) in known or len(known) > _MAX_VALUES:
+        return
+    known.add(id(value))
+    if is_generator(value):
+        if value is not torch.default_generator:
+            yield path, value
+        return
+    entries: Any = ()
+    if isinstance(value, Mapping):
+        entries = value.items() if len(value) <= _MAX_ENTRIES else ()
+    elif isinstance(value, (list, tuple)):
+        entries = enumerate(value) if len(value) <= _MAX_ENTRIES else ()
+    elif depth:
+        entries = list(getattr(value, "__dict__", {}).items())
+    for name, entry in entries if depth else ():
+        yield from _walk(entry, f"{path}.{name}", known, depth - 1)
+
+
+def _warn_of_workers(loader: Any, samples: Mapping[str, Any]) -> None:
+    if getattr(loader, "num_workers", 0) and samples:
+        logger.warning(
+            "%s: the generators %s of the copies in workers begin again, because a checkpoint does "
+            "not contain them: draw from random, torch or numpy.random instead, or use "
+            "num_workers=0",
+            *(type(loader).__name__, ", ".join(samples)),
+        )

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..registry.local_paths import require_local
 from .logs import LogBuffer
+from .rng import DataGenerators
 
 if TYPE_CHECKING:
     from ..wrappers.optimizers.loss_weight import LossWeight
@@ -74,11 +75,13 @@ class DataPlace:
             first training.
         reader: the stateful loader or iterator that reads the batches, if there is one.
         reader_state: the reader's state in a checkpoint, until the loop has restored it.
+        generators: the random generators of the loader, its samplers and its data set.
     """
 
     layout: dict[str, int] = field(default_factory=dict)
     reader: Stateful | None = None
     reader_state: Any = None
+    generators: DataGenerators = field(default_factory=DataGenerators)
 
 
 @dataclass(kw_only=True)

@@ -90,8 +90,9 @@ class _TrainLoop:
         """Train from the position in ``state`` to the end or a stop; every rank must call this."""
 
     @contextmanager
-    def _begin(self, state: LoopState) -> Iterator[None]:
+    def _begin(self, state: LoopState, hooks: HookList) -> Iterator[None]:
         self._check(state)
+        hooks.begin_training(state)
         # Around all sessions, so that a signal during a rollback stops the next session.
         with StopSignals() as self._signals:
             yield
@@ -281,7 +282,7 @@ class EpochTrainLoop(_TrainLoop):
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
         """Train from the position in ``state`` to the end or a stop; every rank must call this."""
-        with self._begin(state):
+        with self._begin(state, hooks):
             while True:
                 try:
                     with self._session(state, hooks):
@@ -327,7 +328,7 @@ class IterTrainLoop(_TrainLoop):
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
         """Train from the position in ``state`` to the end or a stop; every rank must call this."""
-        with self._begin(state):
+        with self._begin(state, hooks):
             while True:
                 try:
                     with self._session(state, hooks):

@@ -161,7 +161,7 @@ def as_dtensor(local: Tensor, layout: Layout) -> Tensor:
         )
 
 
-def take_part(source: Any, like: Tensor) -> Tensor:
+def take_part(source: Any, like: Tensor, *, keep_dtype: bool = False) -> Tensor:
     """Return this process's part of ``source``, with the kind, dtype and device of ``like``.
 
     Args:
@@ -169,11 +169,14 @@ def take_part(source: Any, like: Tensor) -> Tensor:
             with the layout of ``like``, whose memory the result may use. A ``DTensor`` with another
             layout is gathered; every rank must then call this.
         like: the result is a ``DTensor`` if ``like`` is one, otherwise a plain tensor.
+        keep_dtype: whether the result has the dtype of ``source``.
 
     Raises:
         ValueError: ``source`` and ``like`` have different shapes as whole tensors.
     """
-    local = _cut(source, like).to(device=local_part(like).device, dtype=like.dtype)
+    part = _cut(source, like)
+    dtype = part.dtype if keep_dtype else like.dtype
+    local = part.to(device=local_part(like).device, dtype=dtype)
     return as_global(local, like) if is_dtensor(like) else local
 
 

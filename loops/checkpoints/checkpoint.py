@@ -368,6 +368,9 @@ def _own_contents(state: LoopState, at_current_batch: bool) -> dict[str, Any]:
         reader_state = state.data.reader.state_dict()
     if reader_state is not None and at_current_batch:
         own["loader"] = weights.to_plain(reader_state, "loader")
+    generators = state.data.generators.state_dict()
+    if generators:
+        own["generators"] = weights.to_plain(generators, "generators")
     layouts = weights.gradient_places(model)
     return {**own, "places": layouts} if layouts else own
 

@@ -19,6 +19,7 @@ from ...wrappers.features import model_features
 from ...wrappers.layout import is_sharded, reshard, unreduced
 from ...wrappers.steps.preprocess import get_device
 from ...wrappers.unwrap import num_data_ranks, plain_name, user_model
+from ..hook import note_run
 from ..logs import mean_logs
 from ..rng import mix_seed, restore_rng, seed_rng
 from ..state import LoopState, PartReader
@@ -175,6 +176,7 @@ class Checkpoint:
             stateful = state.stateful[name]
             with reading(self.path, "state.pt", f"stateful.{name}"):
                 stateful.load_state_dict(_accepted_by(stateful, saved[name]))
+            note_run(stateful, state)
         return state.stateful.keys() - saved.keys(), saved.keys() - state.stateful.keys()
 
     def _load_model(self, model: nn.Module, saved: Mapping[str, Any]) -> NameOrders:
@@ -243,6 +245,7 @@ class Checkpoint:
                     "starts with its initial state",
                     *(self.path, own_rank()),
                 )
+        state.data.generators.load_state_dict(content.get("generators", {}))
         state.data.reader, state.data.reader_state = None, content.get("loader")
         if state.data.reader_state is not None and saved_data_ranks != data_ranks:
             state.data.reader_state = None

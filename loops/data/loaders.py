@@ -14,14 +14,14 @@ import torch
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
+    SequentialSampler,
     default_collate,
 )
 
 from ...collectives import get_rank, get_world_size
 from ..error_notes import get_name
-from ..rng import mix_seed, preserved_generators, preserved_rng, seed_rng
+from ..rng import DataGenerators, mix_seed, preserved_generators, preserved_rng, seed_rng
 from ..state import Stateful
 from .collate import prepare_dataset
 from .sampler import BatchIndices, ShardedBatchSampler, find_sampler
@@ -33,6 +33,7 @@ from .workers import (
     WorkerStart,
     find_epoch_listeners,
     iterate,
+    keep_workers,
 )
 
 logger = logging.getLogger(__name__)
@@ -214,8 +215,15 @@ def has_exact_length(loader: Any) -> bool:
         return True
     if not isinstance(loader, DataLoader) or is_stream(loader) or get_length(loader) is None:
         return False
+    return uses_library_samplers(loader)
+
+
+def uses_library_samplers(loader: DataLoader[Any]) -> bool:
+    """Return whether the loader and its samplers have torch's or stepwrap's iteration."""
     batches = loader.batch_sampler
-    sources: list[Any] = [loader, batches, loader.sampler, getattr(batches, "sampler", None)]
+    # A loader that was divided among ranks.
+    inner = getattr(batches, "undivided", batches)
+    sources: list[Any] = [loader, batches, inner, loader.sampler, getattr(inner, "sampler", None)]
     kinds = {type(source) for source in sources if not isinstance(source, Sequence | None)}
     methods = [getattr(kind, name, None) for kind in kinds for name in ("__iter__", "__len__")]
     modules = {getattr(method, "__module__", "").partition(".")[0] for method in methods}
@@ -246,45 +254,51 @@ class FirstBatches:
         set_epoch(self.loader, epoch)
 
 
-def size_before_padding(loader: Iterable[Any]) -> int | None:
-    """Return the data set's size if the sampler repeats samples so that ranks have equally many.
-
-    Returns None for other loaders.
-    """
-    own_sampler = find_sampler(loader)
-    if own_sampler is not None:
-        return own_sampler.num_samples if own_sampler.pads else None
-    sampler = getattr(loader, "sampler", None)
-    if isinstance(sampler, DistributedSampler):
-        size = len(sampler.dataset)  # type: ignore[arg-type]
-        return size if size < sampler.total_size else None
-    return None
-
-
-def batches_from(loader: Iterable[Any], epoch: int, batch: int = 0) -> Iterator[Any]:
+def batches_from(
+    loader: Iterable[Any], epoch: int, batch: int = 0, generators: DataGenerators | None = None
+) -> Iterator[Any]:
     """Return the batches of pass ``epoch`` from batch ``batch`` on.
 
-    Earlier batches are skipped by index if the loader is a sequence or the order of its sampler is
-    a function of the epoch. Otherwise they are read and discarded, with a warning.
+    Earlier batches are skipped by index if the loader is a sequence, if the order of its sampler is
+    a function of the epoch, or if one of torch's samplers can draw it again. Otherwise they are
+    read and discarded, with a warning.
+
+    Args:
+        loader: the loader.
+        epoch: the number of the pass.
+        batch: the first batch to return.
+        generators: the generators of the loader, with their states when the pass began.
     """
-    repeatable = set_epoch(loader, epoch)
+    has_epochs = set_epoch(loader, epoch)
     own_sampler = find_sampler(loader)
     if own_sampler is not None:
         own_sampler.set_position(epoch, batch)
         return iterate(loader)
-    sampler = getattr(loader, "batch_sampler", None)
     if not batch:
         return iterate(loader)
     if isinstance(loader, Sequence):
         return map(loader.__getitem__, range(batch, len(loader)))
-    order = getattr(sampler, "sampler", None)
-    repeatable = repeatable or isinstance(order, torch.utils.data.SequentialSampler)
-    repeatable = repeatable and not is_stream(loader)
+    generators = generators or DataGenerators()
     # The random streams were restored from the checkpoint and must not change here.
     with preserved_rng():
-        if isinstance(loader, DataLoader) and sampler is not None and repeatable:
-            return iterate(copy_with_batches(loader, list(sampler)[batch:], is_short=True))
+        if has_indices(loader):
+            order = getattr(loader.batch_sampler, "sampler", None)
+            is_drawn_at_once = uses_library_samplers(loader) and generators.know_order(loader)
+            if has_epochs or isinstance(order, SequentialSampler) or is_drawn_at_once:
+                generators.rewind(loader, samples=False)
+                return _skip_by_index(loader, batch, is_first_pass=epoch == 0)
+        generators.rewind(loader, samples=True)
         return _read_past(loader, batch)
+
+
+def _skip_by_index(loader: DataLoader[Any], batch: int, *, is_first_pass: bool) -> Iterator[Any]:
+    if is_first_pass or not keep_workers(loader):
+        # Before the order, a DataLoader draws the seed of the workers that it starts.
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    sampler: Any = loader.batch_sampler
+    indices = list(sampler)[batch:]
+    with preserved_generators([loader]):
+        return iterate(copy_with_batches(loader, indices, is_short=True))
 
 
 def _read_past(loader: Iterable[Any], batch: int) -> Iterator[Any]:
@@ -324,7 +338,7 @@ def peek_first_batch(loader: Iterable[Any]) -> Iterator[Any] | None:
     """Return an iterator over the first batch alone; None if reading would change ``loader``."""
     if isinstance(loader, Sequence):
         return itertools.islice(loader, 1)
-    return _aside(loader, 1) if _can_read_aside(loader) else None
+    return _aside(loader, 1) if has_indices(loader) else None
 
 
 def read_aside(loader: Iterable[Any]) -> Iterator[Any]:
@@ -338,7 +352,7 @@ def read_aside(loader: Iterable[Any]) -> Iterator[Any]:
         ValueError: ``loader`` reads a stream or has a ``state_dict``. Reading would change its
             position.
     """
-    if _can_read_aside(loader):
+    if has_indices(loader):
         return _aside(loader, None)
     if is_stream(loader) or hasattr(loader, "state_dict"):
         raise ValueError(
@@ -348,7 +362,8 @@ def read_aside(loader: Iterable[Any]) -> Iterator[Any]:
     return iter(loader)
 
 
-def _can_read_aside(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
+def has_indices(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
+    """Return whether an iteration reads the batches of indices that a batch sampler yields."""
     plain = DataLoader.__iter__, TensorLoader.__iter__
     if not isinstance(loader, DataLoader) or type(loader).__iter__ not in plain:
         return False
@@ -376,12 +391,30 @@ def batch_sampler_copy(loader: DataLoader[Any]) -> Iterator[Any]:
         vars(sampler)["sampler"] = copy(order)
     if isinstance(sampler, ShardedBatchSampler):
         sampler.set_position(0)
+    with _preserved_generators(loader):
+        yield () if sampler is None else sampler
+
+
+@contextmanager
+def _preserved_generators(loader: DataLoader[Any]) -> Iterator[None]:
     dataset: Any = loader.dataset
     datasets = [dataset]
     while (dataset := getattr(dataset, "dataset", None)) is not None and len(datasets) < 9:
         datasets.append(dataset)
+    order = getattr(loader.batch_sampler, "sampler", None)
     with preserved_generators([loader, loader.batch_sampler, order, *datasets]):
-        yield () if sampler is None else sampler
+        yield
+
+
+def start_persistent_workers(loader: Iterable[Any]) -> None:
+    """Start the workers that an uninterrupted run would have started in an earlier pass.
+
+    A DataLoader draws the seed of its workers from the same generator as the order. If it has
+    persistent workers, it does so only in its first pass.
+    """
+    if has_indices(loader) and find_sampler(loader) is None and loader._iterator is None:
+        with preserved_rng(), _preserved_generators(loader):
+            iterate(loader)
 
 
 def copy_with_batches(

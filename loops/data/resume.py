@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ...wrappers.steps.preprocess import get_device
 from ...wrappers.unwrap import num_data_ranks
-from ..rng import mix_seed, preserved_rng, seed_rng
+from ..rng import DataGenerators, mix_seed, preserved_rng, seed_rng
 from ..state import LoopState, Stateful
 from .layout import IN_ROUNDS
-from .loaders import batches_from, is_stream, set_epoch
+from .loaders import batches_from, is_stream, set_epoch, start_persistent_workers
 from .prefetch import can_read_ahead, prefetch_to_device
 from .sampler import find_sampler
-from .workers import find_epoch_listeners, iterate, restart_workers
+from .workers import find_epoch_listeners, iterate, keep_workers
 
 logger = logging.getLogger(__name__)
 
@@ -38,28 +38,31 @@ def batches_of_pass(loader: Iterable[Any], state: LoopState, prefetch: bool) -> 
 
     Sets ``state.data.reader`` to the object that reports the position, or to None.
     """
-    restart_workers(loader)
+    if keep_workers(loader) and state.iteration and not state.batch:
+        start_persistent_workers(loader)
     place, state.data.reader_state = state.data.reader_state, None
     if place is None and state.batch and state.data.reader is not None:
         # Training continues in the process that has begun the pass.
         place = state.data.reader.state_dict()
     ranks = num_data_ranks(state.model) if state.data.layout.get(IN_ROUNDS) else 1
     done = state.batch * ranks
-    batches, state.data.reader = _batches_and_source(loader, state.epoch, done, place)
+    generators = state.data.generators
+    generators.start_pass(loader, done)
+    batches, state.data.reader = _batches_and_source(loader, state.epoch, done, place, generators)
     if not prefetch:
         return batches
     return prefetch_to_device(batches, get_device(state.model), ahead=can_read_ahead(loader))
 
 
 def _batches_and_source(
-    loader: Iterable[Any], epoch: int, batch: int, position: Any
+    loader: Iterable[Any], epoch: int, batch: int, position: Any, generators: DataGenerators
 ) -> tuple[Iterator[Any], Stateful | None]:
     """Return the batches and the object that reports their position, if there is one.
 
     ``position`` is the saved position to start from; None to start from ``epoch`` and ``batch``.
     """
     if position is None:
-        batches = batches_from(loader, epoch, batch)
+        batches = batches_from(loader, epoch, batch, generators)
         return batches, _position_source(loader, batches)
     set_epoch(loader, epoch)
     # The random streams were restored from the checkpoint and must not change here.
@@ -72,7 +75,7 @@ def _batches_and_source(
             logger.warning(
                 "%s cannot restore its position from the checkpoint", type(loader).__name__
             )
-            return batches_from(loader, epoch, batch), None
+            return batches_from(loader, epoch, batch, generators), None
         if not isinstance(loader, Stateful):
             _load(source, position, loader)
     if batch:

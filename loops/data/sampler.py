@@ -45,9 +45,8 @@ class ShardedBatchSampler(Sampler[list[int]]):
         world_size: the number of shards, which together have all samples.
         drop_last: leave out an incomplete last chunk.
         even: give every rank the same number of batches and samples, by repeating the epoch's
-            first samples at its end (training); ``pads`` is True if samples are repeated. If
-            ``even`` is false, each sample is read exactly once, and a rank may have fewer batches
-            than others, or none (evaluation).
+            first samples at its end (training). If ``even`` is false, each sample is read exactly
+            once, and a rank may have fewer batches than others, or none (evaluation).
 
     Raises:
         ValueError: ``batch_size`` or ``rank`` is out of range, or ``drop_last`` leaves no batch.
@@ -130,7 +129,6 @@ class ShardedBatchSampler(Sampler[list[int]]):
         elif self.even and not weighted:
             self.padded_samples += -self.padded_samples % self.world_size
         self.epoch_samples = self.padded_samples if epoch_samples is None else epoch_samples
-        self.pads = self.padded_samples > self.num_samples
         # The last epoch whose order was computed, and that order.
         self._known: tuple[int, torch.Tensor] | None = None
 
@@ -152,6 +150,19 @@ class ShardedBatchSampler(Sampler[list[int]]):
         """Return whether a batch of this rank has samples that count, and not only padding."""
         start, end = self._span(batch)
         return start + self.rank < end
+
+    def without_padding(self) -> ShardedBatchSampler:
+        """Return a sampler of the same order that repeats no samples."""
+        return ShardedBatchSampler(
+            self.num_samples,
+            self.batch_size,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            rank=self.rank,
+            world_size=self.world_size,
+            drop_last=self.drop_last,
+            even=False,
+        )
 
     def set_position(self, epoch: int, batch: int = 0) -> None:
         """Start the next iteration at batch ``batch`` of epoch ``epoch``."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, Sampler
 
 from ...collectives import TorchDist, get_rank, get_world_size
 from ...primitives.tensor_bits import tensor_bytes
@@ -25,7 +25,7 @@ from .loaders import (
     copy_with_batches,
     get_length,
     has_exact_length,
-    is_stream,
+    has_indices,
     warn_of_repetitions,
 )
 from .sampler import find_sampler
@@ -212,7 +212,7 @@ class SharedBatchSampler(Sampler[list[int]]):
     The samplers of all ranks get the same random numbers: a function of the seed and the pass.
 
     Args:
-        batches: the batch sampler.
+        undivided: the batch sampler.
         rank: the index of this share.
         ranks: the number of shares.
         repeats: whether every share has the same number of batches.
@@ -220,36 +220,86 @@ class SharedBatchSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self, batches: Any, *, rank: int, ranks: int, repeats: bool, seed: int = 0
+        self, undivided: Any, *, rank: int, ranks: int, repeats: bool, seed: int = 0
     ) -> None:
-        self.batches = batches
+        self.undivided = undivided
         self.rank, self.ranks, self.repeats, self.seed = rank, ranks, repeats, seed
         # As in torch's batch samplers.
-        self.sampler = getattr(batches, "sampler", None)
-        self.drop_last = getattr(batches, "drop_last", False)
+        self.sampler = getattr(undivided, "sampler", None)
+        self.drop_last = getattr(undivided, "drop_last", False)
         self._epoch = 0
         self._listed: list[list[int]] = []
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next pass."""
         self._epoch = epoch
-        if hasattr(self.batches, "set_epoch"):
-            self.batches.set_epoch(epoch)
+        if hasattr(self.undivided, "set_epoch"):
+            self.undivided.set_epoch(epoch)
 
     def get_indices(self, epoch: int, batch: int) -> list[int]:
         """Return the sample indices of a batch of the running pass."""
         return self._listed[batch]
 
     def __len__(self) -> int:
-        return len(_indices_of_rank(len(self.batches), self.rank, self.ranks, self.repeats))
+        return len(_indices_of_rank(len(self.undivided), self.rank, self.ranks, self.repeats))
 
     def __iter__(self) -> Iterator[list[int]]:
         with preserved_rng():
             seed_rng(mix_seed(self.seed, self._epoch))
-            everyones = list(self.batches)
+            everyones = list(self.undivided)
         indices = _indices_of_rank(len(everyones), self.rank, self.ranks, self.repeats)
         self._listed = [everyones[index] for index in indices]
-        return iter(self._listed)
+        yield from self._listed
+
+
+class UnpaddedSampler(Sampler[int]):
+    """A rank's samples of a distributed sampler, without those that it repeats.
+
+    Args:
+        sampler: a sampler whose order has ``total_size`` positions, of which the last ones repeat
+            samples. Rank r of n takes the positions r, r + n, r + 2n, ...
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.num_replicas = _num_replicas(sampler)
+        self._count = len(range(sampler.rank, len(sampler.dataset), self.num_replicas))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(self.sampler, self._count)
+
+
+def without_padding(loader: Any) -> Any:
+    """Return a loader that repeats no samples, if a sampler repeats some to make ranks even."""
+    if isinstance(loader, FirstBatches):
+        inner = without_padding(loader.loader)
+        return loader if inner is loader.loader else FirstBatches(inner, loader.count)
+    own_sampler = find_sampler(loader)
+    if own_sampler is not None and own_sampler.padded_samples > own_sampler.num_samples:
+        return copy_with_batches(loader, own_sampler.without_padding())
+    if not has_indices(loader) or type(loader.batch_sampler) is not BatchSampler:
+        return loader
+    sampler: Any = loader.sampler
+    module = getattr(type(sampler).__iter__, "__module__", "")
+    is_known = module.partition(".")[0] in ("torch", "mmengine")
+    size = len(getattr(sampler, "dataset", ()))
+    if not is_known or not 0 < size < getattr(sampler, "total_size", 0):
+        return loader
+    batches = loader.batch_sampler
+    unpadded = UnpaddedSampler(sampler)
+    return copy_with_batches(loader, BatchSampler(unpadded, batches.batch_size, batches.drop_last))
+
+
+def _num_replicas(sampler: Any) -> int:
+    """Return the number of ranks of a sampler of torch or mmengine; 1 for others."""
+    counts = (getattr(sampler, name, 1) for name in ("num_replicas", "world_size"))
+    return max((count for count in counts if isinstance(count, int)), default=1)
 
 
 def find_shared_sampler(loader: Any) -> SharedBatchSampler | None:
@@ -270,22 +320,14 @@ def _indices_of_rank(count: int, rank: int, ranks: int, repeats: bool) -> list[i
 
 def _reads_by_index(loader: Any) -> bool:
     """Return whether a loader is a sequence, or a plain DataLoader over samples with an index."""
-    return isinstance(loader, Sequence) or (
-        isinstance(loader, DataLoader)
-        and type(loader).__iter__ is DataLoader.__iter__
-        and not is_stream(loader)
-        and loader.batch_sampler is not None
-    )
+    return isinstance(loader, Sequence) or has_indices(loader)
 
 
 def _knows_ranks(loader: Any) -> bool:
     """Return whether the order of a loader is one rank's part."""
     batches = getattr(loader, "batch_sampler", None)
     samplers = batches, getattr(batches, "sampler", None), getattr(loader, "sampler", None)
-    counts = (
-        getattr(sampler, name, 1) for sampler in samplers for name in ("num_replicas", "world_size")
-    )
-    is_divided = any(isinstance(count, int) and count > 1 for count in counts)
+    is_divided = any(_num_replicas(sampler) > 1 for sampler in samplers)
     is_ours = isinstance(loader, SharedBatches) or isinstance(batches, SharedBatchSampler)
     return is_divided or is_ours or find_sampler(loader) is not None
 

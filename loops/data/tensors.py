@@ -20,7 +20,8 @@ from .sampler import ShardedBatchSampler
 class TensorLoader(DataLoader[Any]):
     """A loader that makes each batch by one ``index_select`` on each tensor of a data set.
 
-    The batches equal the batches of a plain ``DataLoader``.
+    The batches equal the batches of a plain ``DataLoader``. A pass reads the tensors that the data
+    set has when it begins.
 
     Args:
         dataset: a data set with an attribute ``tensors``: a tensor, or a sequence or mapping of
@@ -44,12 +45,25 @@ class TensorLoader(DataLoader[Any]):
     ) -> None:
         super().__init__(dataset, batch_sampler=sampler, **options)
         self._rows = sampler.rows
-        self._tensors, self._build = _get_tensors(dataset, sampler.num_samples)
-        self._check_samples([0, sampler.num_samples - 1])
-        if device is not None:
-            self._tensors = [tensor.to(device) for tensor in self._tensors]
+        self._num_samples = sampler.num_samples
+        self._device = device
+        self._read_tensors()
+
+    def _read_tensors(self) -> None:
+        self._tensors, self._build = _get_tensors(self.dataset, self._num_samples)
+        # Kept, so that no other tensor can have the identity of one of these.
+        self._sources = [(tensor, _version(tensor)) for tensor in self._tensors]
+        self._check_samples([0, self._num_samples - 1])
+        if self._device is not None:
+            self._tensors = [tensor.to(self._device) for tensor in self._tensors]
 
     def __iter__(self) -> Any:
+        dataset: Any = self.dataset
+        present = _listed(dataset.tensors)
+        pairs = zip(present, self._sources, strict=False)
+        is_same = all(now is t and _version(t) == version for now, (t, version) in pairs)
+        if not is_same or len(present) != len(self._sources):
+            self._read_tensors()
         device = self._tensors[0].device
         pin = self.pin_memory and device.type == "cpu" and torch.accelerator.is_available()
         return self._batches(self._rows(device), pin)
@@ -87,17 +101,16 @@ def _get_tensors(
 ) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Any]]:
     """Return the tensors of a data set, and a function that builds a batch from rows of each."""
     declared = getattr(dataset, "tensors", None)
-    tensors: list[Any] = []
+    tensors = _listed(declared)
     build: Callable[[Any], Any] = list
     if isinstance(declared, Tensor):
-        tensors, build = [declared], itemgetter(0)
+        build = itemgetter(0)
     elif isinstance(declared, Mapping):
-        tensors, build = (
-            list(declared.values()),
-            lambda columns: dict(zip(declared, columns, strict=True)),
-        )
-    elif isinstance(declared, Sequence):
-        tensors = list(declared)
+        names = list(declared)
+
+        def build(columns: Iterable[Tensor]) -> dict[Any, Tensor]:
+            return dict(zip(names, columns, strict=True))
+
     if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
         description = "has none" if declared is None else f"has {describe(declared, ranges=False)}"
         raise TypeError(
@@ -113,6 +126,20 @@ def _get_tensors(
             f"{get_name(dataset)}, all on one device, got {description}"
         )
     return tensors, build
+
+
+def _listed(declared: Any) -> list[Any]:
+    """Return the entries of a data set's attribute ``tensors``."""
+    if isinstance(declared, Tensor):
+        return [declared]
+    if isinstance(declared, Mapping):
+        return list(declared.values())
+    return list(declared) if isinstance(declared, Sequence) else []
+
+
+def _version(tensor: Tensor) -> int:
+    """Return the number of changes in place; 0 if torch does not count them."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def selects_rows(dataset: Any, in_memory: Any, num_workers: int, collate: Any) -> bool:

@@ -233,13 +233,16 @@ class EpochStream(IterableDataset[Any]):
         return iter(self.samples)
 
 
-def restart_workers(loader: Any) -> None:
-    """End workers of an earlier pass if their copies would not learn the number of the next one.
+def keep_workers(loader: Any) -> bool:
+    """Return whether the workers of the last pass continue to run in the next one; end others.
 
-    The workers of ``build_loader`` learn it, so they continue to run.
+    They end if their copies of the data set would not learn the number of the pass. The workers of
+    ``build_loader`` learn it.
     """
     if not getattr(loader, "persistent_workers", False):
-        return
+        return False
     listeners = find_epoch_listeners(loader.dataset, getattr(loader, "collate_fn", None))
     if listeners and not getattr(loader.dataset, "follows_epochs", False):
         loader._iterator = None
+        return False
+    return True

@@ -155,6 +155,11 @@ class _AveragingHook(Hook):
         return list(zip(_parts(self._params), self._average, strict=True))
 
     def _swap_in(self, state: LoopState) -> None:
+        if self._model is not user_model(state.model):
+            raise ValueError(
+                f"this {type(self).__name__} has the average of another model: evaluate that model "
+                "with it, or create a new one"
+            )
         reshard(state.model)
         pairs = self._replacements()
         self._own = [target.detach().clone() for target, _ in pairs]

@@ -215,9 +215,7 @@ def merge_metrics(metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | N
 
 
 def compute_metrics(
-    metrics: Mapping[str, AnyMetric],
-    size: int | None = None,
-    group: dist.ProcessGroup | None = None,
+    metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | None = None
 ) -> dict[str, float]:
     """Return the results by name; every rank must call this.
 
@@ -225,7 +223,6 @@ def compute_metrics(
 
     Args:
         metrics: the metrics by name.
-        size: the data set's size if some samples were evaluated twice, otherwise None.
         group: the ranks from which a BaseMetric gathers, unless its back-end was defined by the
             user.
     """
@@ -235,7 +232,7 @@ def compute_metrics(
         warnings.filterwarnings("ignore", message=r"The ``compute`` method of metric")
         for name, metric in metrics.items():
             try:
-                computed = leaves(_computed(metric, size, group), (name,), contents=_results_in)
+                computed = leaves(_computed(metric, group), (name,), contents=_results_in)
                 results |= {"/".join(map(str, path)): float(value) for path, value in computed}
             except Exception as error:
                 add_note(error, f"in the computation of metric {name!r} ({get_name(metric)})")
@@ -243,7 +240,7 @@ def compute_metrics(
     return results
 
 
-def _computed(metric: AnyMetric, size: int | None, group: dist.ProcessGroup | None) -> Any:
+def _computed(metric: AnyMetric, group: dist.ProcessGroup | None) -> Any:
     if not isinstance(metric, BaseMetric):
         return metric.compute()
     backend = metric.dist_backend
@@ -251,7 +248,7 @@ def _computed(metric: AnyMetric, size: int | None, group: dist.ProcessGroup | No
     if group is not None and is_global:
         metric.dist_backend = TorchDist(group)
     try:
-        return metric.compute(size)
+        return metric.compute()
     finally:
         metric.dist_backend = backend
 

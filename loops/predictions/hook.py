@@ -168,7 +168,7 @@ def _reordered_by(loader: Iterable[Any]) -> str | None:
         settings = {"train=True": sampler.even, "shuffle": sampler.shuffle}
         settings["drop_last"] = sampler.drop_last
     else:
-        batches: Any = loader.batch_sampler if shared is None else shared.batches
+        batches: Any = loader.batch_sampler if shared is None else shared.undivided
         order = getattr(batches, "sampler", loader.sampler)
         settings = {"shuffle or a sampler": not isinstance(order, SequentialSampler)}
         settings["a batch_sampler"] = batches is not None and type(batches) is not BatchSampler

@@ -258,3 +258,24 @@ def train(in_memory: bool) -> dict[str, Tensor]:
 
 def test_a_run_ends_with_the_same_weights() -> None:
     assert_identical(train(False), train(True))
+
+
+@pytest.mark.parametrize("change", ["replace", "in place", "list"])
+@pytest.mark.parametrize("device", [True, "cpu"])
+def test_a_pass_reads_the_tensors_that_the_data_set_has_now(change: str, device: Any) -> None:
+    data = TensorDataset(torch.arange(6.0), torch.zeros(6))
+    loader = build_loader(data, batch_size=3, in_memory=device)
+    assert isinstance(loader, TensorLoader)
+    assert torch.cat([batch[0] for batch in loader]).tolist() == [0, 1, 2, 3, 4, 5]
+    if change == "replace":
+        data.tensors = (torch.arange(6.0) * 2, torch.zeros(6))
+    elif change == "in place":
+        data.tensors[0].mul_(2)
+    else:
+        data.tensors = (data.tensors[0] * 2, torch.ones(6), torch.ones(6))
+    batches = list(loader)
+    assert torch.cat([batch[0] for batch in batches]).tolist() == [0, 2, 4, 6, 8, 10]
+    assert len(batches[0]) == len(data.tensors)
+    data.tensors = (torch.zeros(4),)
+    with pytest.raises(ValueError, match="6 samples"):
+        iter(loader)

@@ -128,6 +128,7 @@ def load_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         # PostLocalSGDOptimizer warns if the state has no step.
         state.setdefault("step", optimizer.averager.step)
     optimizer.load_state_dict(state)
+    _restore_dtypes(_inner(optimizer), state["state"], owners)
     align_fused_state(_inner(optimizer))
 
 
@@ -165,8 +166,9 @@ def match_by_name(optimizer: Optimizer, state: Mapping[str, Any], names: Names) 
         names: the names of the parameters of a model.
 
     Raises:
-        ValueError: a group has no parameter of a saved group, or the optimizer is a
-            ``ZeroRedundancyOptimizer``, whose groups cannot change, and they differ.
+        ValueError: a group has no parameter of a saved group; a saved group has parameters of the
+            model, but none of the optimizer; or the optimizer is a ``ZeroRedundancyOptimizer``,
+            whose groups cannot change, and they differ.
     """
     names = complete_names(optimizer, names)
     owners = {name: p for p in get_parameters(optimizer) for name in names[id(p)]}
@@ -182,6 +184,7 @@ def match_by_name(optimizer: Optimizer, state: Mapping[str, Any], names: Names) 
                 continue
             home[id(owner)] = at
             groups[at].append((key, owner))
+    _require_all_groups(state["param_groups"], groups, names)
     for group in optimizer.param_groups:
         homes = Counter(home[id(p)] for p in group["params"] if id(p) in home)
         for parameter in [p for p in group["params"] if id(p) not in home]:
@@ -206,6 +209,22 @@ def match_by_name(optimizer: Optimizer, state: Mapping[str, Any], names: Names) 
         _arrange(optimizer, [[p for _, p in group] for group in groups])
     _renumber(matched.content, groups, optimizer)
     return matched
+
+
+def _require_all_groups(
+    saved: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[Any]], names: Names
+) -> None:
+    """Raise ValueError if no parameter of a saved group was paired, but the model has them all."""
+    in_model = set(chain.from_iterable(names.values()))
+    for group, pairs in zip(saved, groups, strict=True):
+        if group["params"] and not pairs and in_model.issuperset(group[NAMES]):
+            raise ValueError(
+                f"the saved optimizer has a group with {group[NAMES][0]!r} "
+                f"({len(group[NAMES])} parameters), none of which this run's optimizer has. If a "
+                "hook adds the group, let it do so in on_run_start, or give the optimizer all "
+                "parameters from the start and freeze some with FreezeHook. To train without them, "
+                "start a new run from the weights with load_from"
+            )
 
 
 def _arrange(optimizer: Optimizer, groups: Sequence[list[Tensor]]) -> None:
@@ -294,6 +313,27 @@ def _as_dtensors(values: Any, owner: Tensor) -> Any:
     }
 
 
+def _restore_dtypes(
+    optimizer: Optimizer, states: Mapping[Any, Any], owners: Mapping[Any, Tensor]
+) -> None:
+    """Restore saved types, since torch converts all of a parameter's state to its own type.
+
+    Torch's optimizers have their large state in the type of the parameter, which may be another one
+    than in the saved run. Numbers, such as NAdam's products, and the state of other optimizers,
+    such as weights in full precision, have their own type.
+    """
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return
+    is_torch = type(optimizer).__module__.startswith("torch.")
+    for key in states.keys() & owners.keys():
+        saved, loaded = states[key], optimizer.state.get(owners[key], {})
+        for name in loaded.keys() & (saved.keys() if isinstance(saved, Mapping) else ()):
+            value = saved[name]
+            is_own = isinstance(value, Tensor) and not (is_torch and value.ndim)
+            if is_own and loaded[name].dtype != value.dtype and name != "step":
+                loaded[name] = value.to(owners[key].device)
+
+
 def _take_local(value: Any, owner: Tensor) -> Any:
     """Return this rank's part of the state of a parameter."""
     if isinstance(value, Mapping):
@@ -306,7 +346,7 @@ def _take_local(value: Any, owner: Tensor) -> Any:
     ):
         return value.full_tensor() if is_dtensor(value) else value
     if len(value.shape) and tuple(value.shape) == get_layout(owner).shape:
-        return take_part(value, owner)
+        return take_part(value, owner, keep_dtype=True)
     value = value if isinstance(value, Tensor) else value[...]
     if is_dtensor(owner) and value.ndim and not is_dtensor(value):
         # State with another shape than the parameter, such as Adafactor's rows, is not sharded.
