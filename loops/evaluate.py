@@ -24,7 +24,7 @@ from ..wrappers.steps.buffers import buffers_of_first_rank, restore_buffers, sav
 from ..wrappers.steps.preprocess import get_device
 from ..wrappers.unwrap import user_model
 from .data.loaders import batches_from, get_length, peek_first_batch
-from .data.shares import Share, without_padding
+from .data.shares import Share, drop_padding
 from .error_notes import get_name, naming_missing_ranks, note_failure, record_inference_tensors
 from .evaluation import Evaluation, Poll, require_step
 from .hook import HookList
@@ -291,7 +291,7 @@ class _EvalLoop(Evaluation):
         """Read each sample on one rank, if it would be read on several; every rank must call."""
         group = model_features(state.model).data_group
         share = self._share.divide(self.dataloader, group, repeats=False)
-        self.dataloader = without_padding(share)
+        self.dataloader = drop_padding(share)
 
     def _batches(self) -> Iterable[Any]:
         return self._share.take(batches_from(self.dataloader, epoch=0))

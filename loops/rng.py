@@ -200,7 +200,7 @@ class DataGenerators:
         _set_states({**order, **of_samples} if samples else order, self._begin)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the states at the beginning of the pass and now; {} if there are no generators."""
+        """Return the states when the pass began and now; {} without generators."""
         if self._restored is not None or not self._begin:
             return self._restored or {}
         order, samples = _find_generators(self._loader)
@@ -221,24 +221,24 @@ def _set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> Non
 
 
 def _find_generators(loader: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the generators of the order and those of the data set, by their paths.
+    """Return the generators of the order and of the data set, each by path.
 
-    A loader with a state of its own saves what it needs.
+    A loader with a ``state_dict`` saves what it needs.
     """
     # A loader of which only the first batches are read.
     loader = getattr(loader, "loader", loader)
     if hasattr(loader, "state_dict"):
         return {}, {}
-    known: set[int] = set()
+    visited: set[int] = set()
     dataset = getattr(loader, "dataset", None)
-    samples = dict(_walk(dataset, "dataset", known))
+    samples = dict(_walk(dataset, "dataset", visited))
     batch_sampler = getattr(loader, "batch_sampler", None)
     # A loader that was divided among ranks has the same paths as one that was not.
     batch_sampler = getattr(batch_sampler, "undivided", batch_sampler)
-    order = dict(_walk(batch_sampler, "batch_sampler", known))
+    order = dict(_walk(batch_sampler, "batch_sampler", visited))
     for name, value in getattr(loader, "__dict__", {}).items():
         if name not in ("dataset", "batch_sampler", "_iterator"):
-            order |= _walk(value, name, known)
+            order |= _walk(value, name, visited)
     sampler = getattr(batch_sampler, "sampler", None)
     if isinstance(loader, DataLoader) and not order and type(sampler) is not SequentialSampler:
         order[_GLOBAL] = torch.default_generator
@@ -246,13 +246,13 @@ def _find_generators(loader: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _walk(
-    value: Any, path: str, known: set[int], depth: int = _MAX_DEPTH
+    value: Any, path: str, visited: set[int], depth: int = _MAX_DEPTH
 ) -> Iterator[tuple[str, Any]]:
     """Yield the generators inside a value with their paths, each generator once."""
     is_leaf = isinstance(value, (Tensor, type, ModuleType))
-    if is_leaf or id(value) in known or len(known) > _MAX_VALUES:
+    if is_leaf or id(value) in visited or len(visited) > _MAX_VALUES:
         return
-    known.add(id(value))
+    visited.add(id(value))
     if is_generator(value):
         if value is not torch.default_generator:
             yield path, value
@@ -265,7 +265,7 @@ def _walk(
     elif depth:
         entries = list(getattr(value, "__dict__", {}).items())
     for name, entry in entries if depth else ():
-        yield from _walk(entry, f"{path}.{name}", known, depth - 1)
+        yield from _walk(entry, f"{path}.{name}", visited, depth - 1)
 
 
 def _warn_of_workers(loader: Any, samples: Mapping[str, Any]) -> None:

@@ -151,7 +151,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         start, end = self._span(batch)
         return start + self.rank < end
 
-    def without_padding(self) -> ShardedBatchSampler:
+    def drop_padding(self) -> ShardedBatchSampler:
         """Return a sampler of the same order that repeats no samples."""
         return ShardedBatchSampler(
             self.num_samples,

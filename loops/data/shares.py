@@ -275,14 +275,14 @@ class UnpaddedSampler(Sampler[int]):
         return itertools.islice(self.sampler, self._count)
 
 
-def without_padding(loader: Any) -> Any:
+def drop_padding(loader: Any) -> Any:
     """Return a loader that repeats no samples, if a sampler repeats some to make ranks even."""
     if isinstance(loader, FirstBatches):
-        inner = without_padding(loader.loader)
+        inner = drop_padding(loader.loader)
         return loader if inner is loader.loader else FirstBatches(inner, loader.count)
     own_sampler = find_sampler(loader)
     if own_sampler is not None and own_sampler.padded_samples > own_sampler.num_samples:
-        return copy_with_batches(loader, own_sampler.without_padding())
+        return copy_with_batches(loader, own_sampler.drop_padding())
     if not has_indices(loader) or type(loader.batch_sampler) is not BatchSampler:
         return loader
     sampler: Any = loader.sampler

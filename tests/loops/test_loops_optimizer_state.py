@@ -66,8 +66,9 @@ def resume(folder: Path, kind: str, dtype: torch.dtype, wrap: type[Any]) -> None
     actual = train(resumed, range(5, 30))
     for name, weight in expected.items():
         difference = (actual[name] - weight).abs().max()
-        whole = difference.full_tensor() if hasattr(difference, "full_tensor") else difference
-        assert whole == 0, name
+        if hasattr(difference, "full_tensor"):
+            difference = difference.full_tensor()
+        assert difference == 0, name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -97,12 +98,12 @@ def test_state_in_the_type_of_the_weights_follows_them(tmp_path: Path) -> None:
 def test_a_group_that_the_run_lacks_is_an_error(tmp_path: Path) -> None:
     """A hook adds the group in the middle of the run, and has not added it to the resumed one."""
 
-    def make(whole: bool) -> LoopState:
+    def make(has_bias: bool) -> LoopState:
         torch.manual_seed(0)
         model = SingleDevice(SupervisedModel(nn.Linear(6, 6), nn.MSELoss()))
         net = model.module.net
         optimizer = torch.optim.SGD([net.weight], lr=0.1, momentum=0.9)
-        if whole:
+        if has_bias:
             optimizer.add_param_group({"params": [net.bias]})
         return LoopState(model=model, optim_wrapper=OptimWrapper(optimizer))
 
