@@ -9,7 +9,7 @@ import pickle
 import signal
 import threading
 import weakref
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,14 @@ def ended(target: Any, *args: Any, ctx: Any = FORK, **options: Any) -> Process:
     return process
 
 
+@pytest.fixture
+def _new_fork_server() -> None:
+    """End a fork server into which other tests have loaded torch."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    multiprocessing.set_forkserver_preload(["__main__"])
+
+
+@pytest.mark.usefixtures("_new_fork_server")
 @pytest.mark.parametrize("method", METHODS)
 def test_each_start_method_runs_reports_and_cleans(method: str, tmp_path: Path) -> None:
     ctx = multiprocessing.get_context(method)

@@ -18,9 +18,9 @@ from lightning_parts import (
 )
 from lightning_runs import WRAPPERS, whole_weights
 from marks import slow
+from programs import run_script
 from ranks import run_ranks
 from torch import nn
-from warm import run_script
 from weights import apart
 
 from stepwrap.plugins.lightning import StepStrategy
@@ -134,7 +134,7 @@ def report():
     sys.stdout.write(f"end {{dist.is_initialized()}} {{any('gloo' in one for one in tasks)}}\\n")
     sys.stdout.flush()
 
-# Runs after what stepwrap registers, since it is registered before.
+# Runs after what stepwrap registers, since it is registered before. That needs a new interpreter.
 if os.path.exists("/proc/self/task"):
     atexit.register(report)
 sys.path.insert(0, {str(ROOT / "examples")!r})

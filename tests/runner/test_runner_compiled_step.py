@@ -30,11 +30,13 @@ def get_weights(run_dir: Path, *changes: str) -> dict[str, torch.Tensor]:
 
 def test_a_resumed_run_continues_with_the_same_numbers(tmp_path: Path) -> None:
     step = "compile={step: true, min_steps: 0}"
-    usual = get_weights(tmp_path / "usual", "train.max_epochs=2")
-    compiled = get_weights(tmp_path / "whole", step, "train.max_epochs=2")
-    get_weights(tmp_path / "parts", step, "train.max_epochs=1")
-    resumed = get_weights(tmp_path / "parts", step, "train.max_epochs=2", "resume=true")
+    usual = get_weights(tmp_path / "usual", "train.max_epochs=1")
+    compiled = get_weights(tmp_path / "parts", step, "train.max_epochs=1")
+    # After more steps, a rounding error may have changed the maximum of a pooling window.
     for name, value in usual.items():
-        torch.testing.assert_close(compiled[name], value, rtol=1e-4, atol=1e-5)
-        assert torch.equal(compiled[name], resumed[name]), name
+        torch.testing.assert_close(compiled[name], value, rtol=0, atol=1e-6)
     assert any(not torch.equal(value, compiled[name]) for name, value in usual.items())
+    resumed = get_weights(tmp_path / "parts", step, "train.max_epochs=2", "resume=true")
+    whole = get_weights(tmp_path / "whole", step, "train.max_epochs=2")
+    for name, value in whole.items():
+        assert torch.equal(resumed[name], value), name

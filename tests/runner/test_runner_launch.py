@@ -153,10 +153,11 @@ def save_slowly(out: Path) -> None:
     if get_rank() == 1:
         raise ValueError("no luck")
     folder = Path(os.environ["STEPWRAP_LAUNCH_DIR"])
+    # Before the failure, so that the launcher sees the marker in time on a busy machine.
+    (folder / "saving_0").touch()
     try:
         dist.barrier()
     except RuntimeError:
-        (folder / "saving_0").touch()
         time.sleep(2.0)
         (out / "saved").touch()
         (folder / "saving_0").unlink()
