@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from report import Report, parse_options
-from turns import in_turns, process_group, spawn
+from turns import process_group, spawn, take_turns
 
 from stepwrap.collectives import all_gather_object, all_reduce_dict, mean_scalars
 
@@ -131,7 +131,7 @@ def measure(contestants: Mapping[str, Contestant], rounds: int) -> dict[str, lis
         elapsed = torch.tensor(time.perf_counter() - start)
         dist.all_reduce(elapsed, dist.ReduceOp.MAX)
         timed[name] = partial(milliseconds, run, max(1, min(50, int(0.02 / elapsed.item()))))
-    return in_turns(timed, rounds)
+    return take_turns(timed, rounds)
 
 
 def run_rank(rank: int, store: str, options: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ import report
 Key = tuple[str, str, str]
 
 
-def by_key(results: dict[str, Any]) -> dict[Key, report.Figure]:
+def index_rows(results: dict[str, Any]) -> dict[Key, report.Figure]:
     return {
         (figure["benchmark"], figure["title"], figure["name"]): figure
         for figure in results["figures"]
@@ -67,7 +67,7 @@ def compare(
     old_results: dict[str, Any], new_results: dict[str, Any], options: argparse.Namespace
 ) -> int:
     """Print the comparison and return the number of regressions."""
-    before, after = by_key(old_results), by_key(new_results)
+    before, after = index_rows(old_results), index_rows(new_results)
     regressions = 0
     for key in [key for key in before if key in after]:
         change, word = verdict(before[key], after[key], options.threshold)

@@ -34,7 +34,7 @@ from report import Report, parse_options
 from step_overhead import HOOKS_BY_DEFAULT, WARM_UP, jitted_step
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from turns import in_turns
+from turns import take_turns
 
 from stepwrap.configs.digits import Digits, SmallCNN
 from stepwrap.configs.source_lm import CharTransformer, NextCharLoss, SourceText
@@ -132,7 +132,7 @@ MODELS = {
 }
 
 
-def by_hand(
+def train_plainly(
     model: Any,
     optimizer: torch.optim.Optimizer,
     clip: float | None,
@@ -160,7 +160,7 @@ def by_hand(
     return train
 
 
-def by_wrapper(
+def train_with_wrapper(
     model: Any,
     optimizer: torch.optim.Optimizer,
     clip: float | None,
@@ -184,7 +184,7 @@ def by_wrapper(
     return train
 
 
-def by_jax(model: Any) -> Train:
+def train_with_jax(model: Any) -> Train:
     weights, step = jitted_step(model.net)
     import jax
 
@@ -210,11 +210,11 @@ def make(name: str, kind: str, device: str) -> tuple[Train, list[Batch], float]:
     model.to(device).train()
     optimizer = optimizer_class(model.parameters(), **options)
     if kind in (BY_HAND, COMPILED_BY_HAND):
-        train = by_hand(model, optimizer, clip, precision, compiled=kind != BY_HAND)
+        train = train_plainly(model, optimizer, clip, precision, compiled=kind != BY_HAND)
     elif kind == JAX:
-        train = by_jax(model)
+        train = train_with_jax(model)
     else:
-        train = by_wrapper(model, optimizer, clip, precision, kind)
+        train = train_with_wrapper(model, optimizer, clip, precision, kind)
     begin = clock(device)
     train((batches * 4)[:4])
     return train, (batches * BLOCK)[:BLOCK], clock(device) - begin
@@ -261,7 +261,7 @@ class ClockedLoader:
 
 def epoch_by_hand(loader: ClockedLoader) -> Callable[[], object]:
     model, optimizer_class, _, options = perceptron()
-    train: Any = by_hand(model, optimizer_class(model.parameters(), **options), None)
+    train: Any = train_plainly(model, optimizer_class(model.parameters(), **options), None)
     return lambda: train(loader)
 
 
@@ -298,7 +298,7 @@ def compare_epochs(report: Report, rounds: int, steps: int) -> None:
 
     timed = {kind: partial(us_of_epoch, run) for kind, run in runs.items()}
     # The first round compiles.
-    took = in_turns(timed, rounds, warm_up=1)
+    took = take_turns(timed, rounds, warm_up=1)
     report.add("a step of the perceptron in the loop, default hooks", "us", took, BY_HAND)
 
 
@@ -328,7 +328,7 @@ def main() -> None:
                 kind: partial(us_per_step, train, batches, device)
                 for kind, (train, batches, _) in trainers.items()
             }
-            report.add(f"a step of the {name}", "us", in_turns(runs, options.rounds), BY_HAND)
+            report.add(f"a step of the {name}", "us", take_turns(runs, options.rounds), BY_HAND)
             seconds = {"eager": [trainers[EAGER][2]], COMPILED: [cold]}
             seconds[f"{COMPILED}, from the cache"] = [trainers[COMPILED][2]]
             report.add(f"the first four steps of the {name}", "s", seconds, ratio_to={})

@@ -15,13 +15,13 @@ from report import Report, parse_options
 from turns import process_group, spawn
 
 from stepwrap.wrappers import StepDistributedDataParallel, SupervisedModel, compile_step
-from wrappers import SIZES, by_wrapper, make_batch, make_ddp, make_net, measure
+from wrappers import SIZES, make_batch, make_ddp, make_net, measure, train_with_wrapper
 
 
 def compiled(size: str, device: torch.device) -> object:
     model = SupervisedModel(make_net(size, device), torch.nn.CrossEntropyLoss())
     wrapper = compile_step(StepDistributedDataParallel(model))
-    return by_wrapper(wrapper, make_batch(size, device))
+    return train_with_wrapper(wrapper, make_batch(size, device))
 
 
 def run(rank: int, store: str, settings: argparse.Namespace, ranks: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from report import Report, parse_options
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
-from turns import in_turns
+from turns import take_turns
 
 from stepwrap.configs.digits import Digits
 from stepwrap.loops import build_loader
@@ -36,19 +36,19 @@ Passes = Callable[[int], Iterable[Any]]
 def by_stepwrap(data: TensorDataset, in_memory: bool) -> Passes:
     loader = build_loader(data, batch_size=BATCH, shuffle=True, train=True, in_memory=in_memory)
 
-    def of_pass(number: int) -> Iterable[Any]:
+    def read_pass(number: int) -> Iterable[Any]:
         loader.batch_sampler.set_position(number)
         return loader
 
-    return of_pass
+    return read_pass
 
 
-def by_hand(data: TensorDataset) -> Passes:
-    def of_pass(number: int) -> Iterable[Any]:
+def feed_plainly(data: TensorDataset) -> Passes:
+    def read_pass(number: int) -> Iterable[Any]:
         for rows in torch.randperm(len(data)).split(BATCH):
             yield [tensor[rows] for tensor in data.tensors]
 
-    return of_pass
+    return read_pass
 
 
 def contestants(data: TensorDataset) -> dict[str, Passes]:
@@ -58,14 +58,14 @@ def contestants(data: TensorDataset) -> dict[str, Passes]:
     return {
         PLAIN: lambda _: plain,
         "DataLoader that indexes with lists": lambda _: indexed,
-        "hand-written loop": by_hand(data),
+        "hand-written loop": feed_plainly(data),
         "stepwrap, in_memory: false": by_stepwrap(data, in_memory=False),
         "stepwrap, in_memory: true": by_stepwrap(data, in_memory=True),
     }
 
 
-def endless(of_pass: Passes) -> Iterator[Any]:
-    return itertools.chain.from_iterable(map(of_pass, itertools.count()))
+def endless(read_pass: Passes) -> Iterator[Any]:
+    return itertools.chain.from_iterable(map(read_pass, itertools.count()))
 
 
 def batches_per_s(batches: Iterator[Any], count: int) -> float:
@@ -75,10 +75,10 @@ def batches_per_s(batches: Iterator[Any], count: int) -> float:
     return count / (time.process_time() - start)
 
 
-def first_batch_ms(of_pass: Passes, numbers: Iterator[int]) -> float:
+def first_batch_ms(read_pass: Passes, numbers: Iterator[int]) -> float:
     start = time.process_time()
     for number in itertools.islice(numbers, PASSES):
-        next(iter(of_pass(number)))
+        next(iter(read_pass(number)))
     return (time.process_time() - start) / PASSES * 1e3
 
 
@@ -96,21 +96,21 @@ def main() -> None:
         rows = torch.randn(size, FLOATS), torch.randint(0, 10, (size,))
         sets[f"{size:,} rows"] = TensorDataset(*rows)
     for title, data in sets.items():
-        runs = {name: endless(of_pass) for name, of_pass in contestants(data).items()}
+        runs = {name: endless(read_pass) for name, read_pass in contestants(data).items()}
         # The last batch of a pass is smaller.
         size = len(data) / -(-len(data) // BATCH)
         bursts = {
             name: lambda run=run, size=size: size * batches_per_s(run, options.batches)
             for name, run in runs.items()
         }
-        rates = in_turns(bursts, options.rounds, warm_up=2)
+        rates = take_turns(bursts, options.rounds, warm_up=2)
         report.add(f"samples, {title}", "samples/s", rates, PLAIN, higher_is_better=True)
     for title, data in sets.items():
         starts = {
-            name: partial(first_batch_ms, of_pass, itertools.count())
-            for name, of_pass in contestants(data).items()
+            name: partial(first_batch_ms, read_pass, itertools.count())
+            for name, read_pass in contestants(data).items()
         }
-        times = in_turns(starts, min(options.rounds, 10), warm_up=2)
+        times = take_turns(starts, min(options.rounds, 10), warm_up=2)
         report.add(f"a new pass, {title}", "ms", times, PLAIN)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from report import Report, parse_options
 from torch import nn
-from turns import in_turns
+from turns import take_turns
 
 from stepwrap.configs.digits import Digits, SmallCNN
 from stepwrap.diagnostics import LedgerHook
@@ -81,7 +81,7 @@ def main() -> None:
     for settings in LEDGERS.values():
         us_per_step(batches[:20], settings)
     runs = {name: partial(us_per_step, batches, settings) for name, settings in LEDGERS.items()}
-    Report(options.json).add("a training step", "us", in_turns(runs, options.rounds), "no ledger")
+    Report(options.json).add("a training step", "us", take_turns(runs, options.rounds), "no ledger")
 
 
 if __name__ == "__main__":

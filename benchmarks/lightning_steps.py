@@ -17,7 +17,7 @@ import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from report import Report, parse_options
 from torch import Tensor, nn
-from turns import in_turns
+from turns import take_turns
 
 from stepwrap.configs.digits import Digits, SmallCNN
 from stepwrap.plugins.lightning import StepStrategy
@@ -88,7 +88,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     strategies = {"Lightning ddp": lambda: "ddp", "stepwrap": StepStrategy}
     runs = {name: lambda make=make: run(make(), args) for name, make in strategies.items()}
-    times = in_turns(runs, args.turns)
+    times = take_turns(runs, args.turns)
     Report(args.json).add("a training step", "ms", times, "Lightning ddp")
 
 

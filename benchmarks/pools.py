@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.multiprocessing
 from report import Report, parse_options
-from turns import in_turns
+from turns import take_turns
 
 from stepwrap.parallel import P2PPool, Pool
 
@@ -125,7 +125,7 @@ def openers(workers: int) -> dict[str, Callable[[], Any]]:
 
 
 # The first round does not count.
-measure = partial(in_turns, warm_up=1)
+measure = partial(take_turns, warm_up=1)
 
 
 @contextmanager

@@ -109,7 +109,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": middle, "iqr": high - low}
 
 
-def by_title(figures: Iterable[Figure]) -> Iterator[tuple[str, list[Figure]]]:
+def sort_titles(figures: Iterable[Figure]) -> Iterator[tuple[str, list[Figure]]]:
     """Group figures by "benchmark: title"."""
 
     def heading(figure: Figure) -> str:
@@ -121,12 +121,12 @@ def by_title(figures: Iterable[Figure]) -> Iterator[tuple[str, list[Figure]]]:
 
 def table(figures: Iterable[Figure]) -> Iterator[str]:
     """Yield the lines of a table: each figure with its spread and its ratio."""
-    for title, group in by_title(figures):
+    for title, group in sort_titles(figures):
         yield title
         for figure in group:
             value = f"{number(figure['median'])} ±{number(figure['iqr'], 2)} {figure['unit']}"
             about = [f"to {figure['ratio_to']}"] if figure["ratio_to"] else []
-            line = f"  {figure['name']:42} {value:>22} {ratio_of(figure):>15}"
+            line = f"  {figure['name']:42} {value:>22} {compute_ratio(figure):>15}"
             yield "  ".join([line, *about, figure["note"]]).rstrip()
 
 
@@ -150,7 +150,7 @@ def markdown(results: Mapping[str, Any]) -> Iterator[str]:
             yield f"| {figure['title']} | {name} | {value} | {ratio} | {to} |"
 
 
-def ratio_of(figure: Figure) -> str:
+def compute_ratio(figure: Figure) -> str:
     if figure["ratio_to"] is None:
         return ""
     return f"{figure['ratio_median']:.3f} ±{figure['ratio_iqr']:.3f}"

@@ -153,7 +153,7 @@ def compare_model(timing: Timing, size: str, pushed: nn.Module) -> None:
         rpc.rpc_sync("server", put, args=("state", state))
         pulled.load_state_dict(rpc.rpc_sync("server", get, args=("state",)))
 
-    def by_server() -> None:
+    def train_with_server() -> None:
         change()
         server.push(pushed)
         server.pull(pulled)
@@ -162,7 +162,7 @@ def compare_model(timing: Timing, size: str, pushed: nn.Module) -> None:
         "rpc_sync, both ways": move,
         "rpc_sync, loaded": move_and_load,
         "rpc_sync, copied and loaded": move_copies,
-        "stepwrap push and pull": by_server,
+        "stepwrap push and pull": train_with_server,
     }
     blocks = {name: repeated(work, 2, on=(1,)) for name, work in contestants.items()}
     timing.report(f"40 MB to the server and back, {size}", timing.of(blocks, 2))
@@ -243,7 +243,7 @@ def compare_updates(timing: Timing, size: str) -> None:
     dist.barrier()
     accessor = timing.group.get_paired("grads").to_here()
 
-    def by_hand() -> None:
+    def train_plainly() -> None:
         weights = list(net.parameters())
         gradients = [weight.grad for weight in weights]
         newest = rpc.rpc_sync("server", push_by_hand, args=(gradients,))
@@ -251,7 +251,7 @@ def compare_updates(timing: Timing, size: str) -> None:
         with torch.no_grad():
             torch._foreach_copy_(weights, newest)
 
-    def by_server() -> None:
+    def train_with_server() -> None:
         nonlocal expected
         if timing.rank != 0:
             return repeated(lambda: accessor.push(net), count, on=(1, 2))()
@@ -261,7 +261,10 @@ def compare_updates(timing: Timing, size: str) -> None:
             time.sleep(0.0005)
         return None
 
-    blocks = {"by hand": repeated(by_hand, count, on=(1, 2)), "stepwrap gradient server": by_server}
+    blocks = {
+        "by hand": repeated(train_plainly, count, on=(1, 2)),
+        "stepwrap gradient server": train_with_server,
+    }
     times = timing.of(blocks, 2 * count // PER_UPDATE)
     timing.report(f"updates by two clients, {size} parameters", times)
     if host is not None:

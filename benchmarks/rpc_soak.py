@@ -129,7 +129,7 @@ def fill_up(client: PushPullGradServer, clients: int) -> None:
         push_one(client, model, clients)
 
 
-def size_of(path: Path) -> int:
+def measure_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
@@ -162,7 +162,7 @@ def kill_at_random(
 ) -> None:
     victims = processes[REDUCERS:]
     logs = [folder / f"acknowledged_{entry}" for entry in range(len(victims))]
-    until(lambda: all(size_of(log) > 5 for log in logs), "the first pushes")
+    until(lambda: all(measure_size(log) > 5 for log in logs), "the first pushes")
     started = time.monotonic()
     if random.random() < 0.75:
         time.sleep(random.uniform(0, seconds / 4))
@@ -175,7 +175,7 @@ def kill_at_random(
         time.sleep(max(0.0, begun + when - time.monotonic()))
         kill(victims[index])
         totals.client_kills += 1
-    totals.rates.append(sum(map(size_of, logs)) / (time.monotonic() - started))
+    totals.rates.append(sum(map(measure_size, logs)) / (time.monotonic() - started))
 
 
 def kill(process: BaseProcess) -> None:
@@ -187,8 +187,8 @@ def kill(process: BaseProcess) -> None:
 def judge(totals: Totals, folder: Path, clients: int) -> None:
     counts = torch.load(folder / "counts").tolist()
     for entry in range(clients):
-        begun = size_of(folder / f"begun_{entry}")
-        acknowledged = size_of(folder / f"acknowledged_{entry}")
+        begun = measure_size(folder / f"begun_{entry}")
+        acknowledged = measure_size(folder / f"acknowledged_{entry}")
         totals.acknowledged += acknowledged
         totals.applied += int(counts[entry])
         totals.unanswered += begun - acknowledged

@@ -140,7 +140,7 @@ def made(parameters: int, width: int) -> tuple[LoopState, tuple[Tensor, Tensor]]
     return LoopState(model, optim), (torch.randn(8, width), torch.randn(8, width))
 
 
-def of_parameters(size: int) -> dict[str, float]:
+def measure_parameters(size: int) -> dict[str, float]:
     width = min(BLOCK, round(math.sqrt(size)))
     state, batch = made(size, width)
     plain = Sum(size, width)
@@ -162,12 +162,12 @@ def of_parameters(size: int) -> dict[str, float]:
         }
 
 
-def by_parameters(quick: bool) -> Iterator[Curve]:
+def scale_parameters(quick: bool) -> Iterator[Curve]:
     torch.set_num_threads(1)
     at = sizes(10_000, 10**7 if quick else 10**8)
     by_parameter_count: dict[str, list[tuple[int, float]]] = {}
     for size in at:
-        for name, seconds in of_parameters(size).items():
+        for name, seconds in measure_parameters(size).items():
             by_parameter_count.setdefault(name, []).append((size, seconds))
         gc.collect()
     yield from (
@@ -264,7 +264,7 @@ class Numbers:
         return index
 
 
-def by_samples(quick: bool) -> Iterator[Curve]:
+def scale_samples(quick: bool) -> Iterator[Curve]:
     def first_batch(size: int, shuffle: bool, resumed: bool = False) -> float:
         def call() -> None:
             loader = build_loader(Numbers(size), batch_size=32, train=True, shuffle=shuffle, seed=0)
@@ -286,7 +286,7 @@ def by_samples(quick: bool) -> Iterator[Curve]:
 # Registry.
 
 
-def by_entries(quick: bool) -> Iterator[Curve]:
+def run_entries(quick: bool) -> Iterator[Curve]:
     def filled(size: int) -> Registry:
         registry = Registry("THINGS", scope="scale")
         for index in range(size):
@@ -336,41 +336,41 @@ def run_config(table: dict[str, object]) -> dict[str, object]:
     }
 
 
-def by_keys(quick: bool) -> Iterator[Curve]:
-    def file_of(size: int, value: Callable[[int], object], **more: object) -> Path:
+def run_keys(quick: bool) -> Iterator[Curve]:
+    def get_file(size: int, value: Callable[[int], object], **more: object) -> Path:
         table = {f"key{index}": value(index) for index in range(size)}
         path = Path(f"keys{size}.json.yaml")
         path.write_text(json.dumps(run_config({**more, **table})))
         return path
 
     def read(size: int) -> float:
-        path = file_of(size, int)
+        path = get_file(size, int)
         return cost(lambda: load_config(path))
 
     def checked(size: int) -> float:
-        config = load_config(file_of(size, int))
+        config = load_config(get_file(size, int))
         return cost(lambda: examine_names(config))
 
     def written(size: int) -> float:
-        config = load_config(file_of(size, int))
+        config = load_config(get_file(size, int))
         return cost(lambda: format_config(config, origins=True))
 
     def overridden(size: int) -> float:
-        path = file_of(size, lambda index: {"a": index})
+        path = get_file(size, lambda index: {"a": index})
         overrides = [f"hooks.log.key{index}.a=-1" for index in range(size)]
         return cost(lambda: load_config(path, overrides))
 
     def listed(size: int) -> float:
-        path = file_of(1, lambda _: [{"a": 0}] * size)
+        path = get_file(1, lambda _: [{"a": 0}] * size)
         overrides = [f"hooks.log.key0.{index}.a=-1" for index in range(size)]
         return cost(lambda: load_config(path, overrides))
 
     def interpolated(size: int) -> float:
-        path = file_of(size // 2, lambda _: "${hooks.log.one}", one=1)
+        path = get_file(size // 2, lambda _: "${hooks.log.one}", one=1)
         return cost(lambda: load_config(path))
 
     def wrong(size: int) -> float:
-        path = file_of(size, lambda index: f"${{hooks.log.ke{index}}}")
+        path = get_file(size, lambda index: f"${{hooks.log.ke{index}}}")
         return cost(lambda: must_raise(lambda: load_config(path)))
 
     def unknown(size: int) -> float:
@@ -437,7 +437,7 @@ def by_log_values(quick: bool) -> Iterator[Curve]:
 # Ranks.
 
 
-def on_rank(parameters: int, folder: str) -> dict[str, float]:
+def run_rank(parameters: int, folder: str) -> dict[str, float]:
     torch.set_num_threads(1)
     model = StepDistributedDataParallel(SupervisedModel(Sum(parameters, BLOCK), nn.MSELoss()))
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=1e-6))
@@ -467,16 +467,16 @@ def on_rank(parameters: int, folder: str) -> dict[str, float]:
     return best
 
 
-def by_ranks(quick: bool) -> Iterator[Curve]:
+def scale_ranks(quick: bool) -> Iterator[Curve]:
     by_rank_count: dict[str, list[tuple[int, float]]] = {}
     for ranks in (1, 2) if quick else (1, 2, 4):
         with tempfile.TemporaryDirectory() as folder:
             if ranks == 1:
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-                costs = on_rank(1_000_000, folder)
+                costs = run_rank(1_000_000, folder)
                 dist.destroy_process_group()
             else:
-                costs = launch(on_rank, (1_000_000, folder), nproc=ranks, backend="gloo")[0]
+                costs = launch(run_rank, (1_000_000, folder), nproc=ranks, backend="gloo")[0]
         for name, seconds in costs.items():
             by_rank_count.setdefault(name, []).append((ranks, seconds))
     yield from (Curve(f"ranks: {name}", "s", points) for name, points in by_rank_count.items())
@@ -505,7 +505,7 @@ class Block(nn.Module):
         return self.down(torch.relu(self.up(inputs)))
 
 
-def in_fake_worlds(kind: str, world_sizes: list[int]) -> None:
+def run_fake_worlds(kind: str, world_sizes: list[int]) -> None:
     """Print the seconds and the growth in MB of wrapping 16.8 million parameters."""
     torch_broadcast = dist.broadcast
     sent: dict[int, Tensor] = {}
@@ -522,18 +522,18 @@ def in_fake_worlds(kind: str, world_sizes: list[int]) -> None:
     # One thread, so that the process may fork.
     torch.set_num_threads(1)
     # Exclude the imports of the first wrapping.
-    in_fake_world(kind, world_sizes[0], width=8)
+    run_fake_world(kind, world_sizes[0], width=8)
     for world_size in world_sizes:
         # Fork for each size: freed memory of an earlier one would be reused, which hides growth.
         child = os.fork()
         if child == 0:
             sent.clear()
-            print(json.dumps(in_fake_world(kind, world_size)), flush=True)
+            print(json.dumps(run_fake_world(kind, world_size)), flush=True)
             os._exit(0)
         os.waitpid(child, 0)
 
 
-def in_fake_world(kind: str, world_size: int, width: int = 1024) -> tuple[float, float]:
+def run_fake_world(kind: str, world_size: int, width: int = 1024) -> tuple[float, float]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -565,7 +565,7 @@ def resident_mb() -> float:
         return int(file.read().split()[1]) * resource.getpagesize() / 2**20
 
 
-def by_fake_ranks(quick: bool) -> Iterator[Curve]:
+def simulate_ranks(quick: bool) -> Iterator[Curve]:
     at = [8, 1024] if quick else [8, 64, 256, 1024]
     for kind in ("ddp", "fsdp", "ddp + tensor 8"):
         command = [sys.executable, __file__, "--fake-worlds", kind, *map(str, at)]
@@ -577,14 +577,14 @@ def by_fake_ranks(quick: bool) -> Iterator[Curve]:
 
 
 GROUPS: dict[str, Callable[[bool], Iterator[Curve]]] = {
-    "parameters": by_parameters,
+    "parameters": scale_parameters,
     "tensors": by_tensors,
-    "samples": by_samples,
-    "registry": by_entries,
-    "config": by_keys,
+    "samples": scale_samples,
+    "registry": run_entries,
+    "config": run_keys,
     "log": by_log_values,
-    "ranks": by_ranks,
-    "fake": by_fake_ranks,
+    "ranks": scale_ranks,
+    "fake": simulate_ranks,
 }
 
 
@@ -626,7 +626,7 @@ def main() -> None:
     options = parse_options(parser, {})
     if options.fake_worlds:
         kind, *world_sizes = options.fake_worlds
-        in_fake_worlds(kind, [*map(int, world_sizes)])
+        run_fake_worlds(kind, [*map(int, world_sizes)])
         return
     curves, report = list[Curve](), Report(options.json)
     for curve in measure(options.quick, options.only):

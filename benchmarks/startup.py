@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 
 from report import Report, parse_options
-from turns import in_turns
+from turns import take_turns
 
 PHASES = ("import", "model", "parts", "step")
 
@@ -157,7 +157,7 @@ def measure(rounds: int) -> dict[str, list[Marks]]:
             for contestant, program in programs.items()
         }
         # The first round writes the byte code.
-        return in_turns(runs, rounds, warm_up=1)
+        return take_turns(runs, rounds, warm_up=1)
 
 
 def main() -> None:

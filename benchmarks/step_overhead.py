@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from report import Report, parse_options
 from torch import Tensor, nn
-from turns import in_turns
+from turns import take_turns
 
 from stepwrap.loops import (
     CheckpointHook,
@@ -436,7 +436,7 @@ def main() -> None:
     with quiet():
         steps = {name: contestant.make(batches, device) for name, contestant in CONTESTANTS.items()}
     runs = {name: partial(measure, run, batches) for name, run in steps.items()}
-    times = in_turns(runs, options.rounds, warm_up=1)
+    times = take_turns(runs, options.rounds, warm_up=1)
     Report(options.json).add(
         "a training step",
         "us",

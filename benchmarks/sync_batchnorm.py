@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from report import Report, parse_options
 from torch import Tensor, nn
-from turns import in_turns, process_group, spawn
+from turns import process_group, spawn, take_turns
 
 from stepwrap.wrappers import ReplicationCallbackDataParallel, convert_sync_batchnorm
 
@@ -146,7 +146,7 @@ def measure(contestants: Mapping[str, Contestant], rounds: int) -> dict[str, lis
         return (time.perf_counter() - start) / 3 * 1e3
 
     runs = {name: partial(milliseconds, step) for name, step in contestants.items()}
-    return in_turns(runs, rounds, warm_up=1)
+    return take_turns(runs, rounds, warm_up=1)
 
 
 def run_rank(rank: int, store: str, ranks: int, arguments: argparse.Namespace) -> None:

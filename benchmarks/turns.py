@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def in_turns(
+def take_turns(
     runs: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 0
 ) -> dict[str, list[Any]]:
     """Call every contestant once per round, in a shuffled order, and return its results by round.

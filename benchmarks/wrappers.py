@@ -71,12 +71,12 @@ def supervised(net: nn.Module) -> SupervisedModel:
     return SupervisedModel(net, nn.CrossEntropyLoss())
 
 
-def by_wrapper(wrapper: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
+def train_with_wrapper(wrapper: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
     optim_wrapper = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.01))
     return lambda: wrapper.train_step(batch, optim_wrapper)
 
 
-def by_hand(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
+def train_plainly(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
     optimizer, loss_of = torch.optim.SGD(net.parameters(), lr=0.01), nn.CrossEntropyLoss()
     inputs, target = batch
 
@@ -98,7 +98,7 @@ class ReplicasByHand(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         chunks = inputs.chunk(2)
-        replicas = [replica_of(self.module, index) for index in range(len(chunks))]
+        replicas = [make_replica(self.module, index) for index in range(len(chunks))]
         outputs: dict[int, Tensor] = {}
 
         def run(index: int) -> None:
@@ -112,7 +112,7 @@ class ReplicasByHand(nn.Module):
         return torch.cat([outputs[i] for i in range(len(chunks))])
 
 
-def replica_of(module: nn.Module, index: int) -> nn.Module:
+def make_replica(module: nn.Module, index: int) -> nn.Module:
     """Copy the modules with views of the parameters; replica 0 shares the buffers."""
     replica = module._replicate_for_data_parallel()
     views = {k: v if v is None else v.view_as(v) for k, v in module._parameters.items()}
@@ -120,15 +120,15 @@ def replica_of(module: nn.Module, index: int) -> nn.Module:
     if index:
         replica._buffers = {k: v if v is None else v.clone() for k, v in module._buffers.items()}
     for name, child in module._modules.items():
-        replica._modules[name] = replica_of(child, index)
+        replica._modules[name] = make_replica(child, index)
     return replica
 
 
 def make_ddp(contestant: str, size: str, device: torch.device) -> Step:
     net, batch = make_net(size, device), make_batch(size, device)
     if contestant == "stepwrap":
-        return by_wrapper(StepDistributedDataParallel(supervised(net)), batch)
-    return by_hand(
+        return train_with_wrapper(StepDistributedDataParallel(supervised(net)), batch)
+    return train_plainly(
         DistributedDataParallel(net, device_ids=[device] if device.type == "cuda" else None), batch
     )
 
@@ -136,20 +136,22 @@ def make_ddp(contestant: str, size: str, device: torch.device) -> Step:
 def make_fsdp(contestant: str, size: str, device: torch.device) -> Step:
     net, batch = make_net(size, device), make_batch(size, device)
     if contestant == "stepwrap":
-        return by_wrapper(StepFullyShardedDataParallel(supervised(net), shard=["Block"]), batch)
+        return train_with_wrapper(
+            StepFullyShardedDataParallel(supervised(net), shard=["Block"]), batch
+        )
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     for block in net.children():
         if isinstance(block, Block):
             fully_shard(block, mesh=mesh)
     fully_shard(net, mesh=mesh)
-    return by_hand(net, batch)
+    return train_plainly(net, batch)
 
 
 def make_dp(contestant: str, size: str, device: torch.device) -> Step:
     net, batch = make_net(size, device), make_batch(size, device)
     if contestant == "stepwrap":
-        return by_wrapper(StepDataParallel(supervised(net), [device, device]), batch)
-    return by_hand(DataParallel(net) if contestant == "torch" else ReplicasByHand(net), batch)
+        return train_with_wrapper(StepDataParallel(supervised(net), [device, device]), batch)
+    return train_plainly(DataParallel(net) if contestant == "torch" else ReplicasByHand(net), batch)
 
 
 MAKERS: dict[str, Callable[[str, str, torch.device], Step]] = {
@@ -227,7 +229,7 @@ def run_memory(
     with device_of_rank(rank, settings, kind, str(Path(folder, "store"))) as device:
         # Exclude the memory that the libraries allocate on their first use.
         tiny = make_net("10^4", device)
-        by_hand(tiny, make_batch("10^4", device))()
+        train_plainly(tiny, make_batch("10^4", device))()
         del tiny
         gc.collect()
         before = reset_peak(device)

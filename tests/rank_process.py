@@ -29,7 +29,7 @@ SHORT_S = 30.0
 is_rank = False
 
 
-def without_launcher(environment: Iterable[tuple[str, str]]) -> dict[str, str]:
+def remove_launcher(environment: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Return the environment without the variables that torchrun, SLURM and MPI set."""
     return {
         name: value
@@ -50,7 +50,7 @@ class RankCall:
     cwd: str = field(default_factory=os.getcwd)
     filters: list[Any] = field(default_factory=lambda: list(warnings.filters))
     environment: dict[str, str] = field(
-        default_factory=lambda: without_launcher(os.environ.items()) | {"OMP_NUM_THREADS": "1"}
+        default_factory=lambda: remove_launcher(os.environ.items()) | {"OMP_NUM_THREADS": "1"}
     )
 
 

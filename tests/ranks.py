@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import rank_process
-from rank_process import RankCall, RankStart, without_launcher
+from rank_process import RankCall, RankStart, remove_launcher
 
 T = TypeVar("T")
 Test = TypeVar("Test", bound=Callable[..., None])
@@ -212,7 +212,7 @@ class _Template:
 
 
 def _rank_environment() -> dict[str, str]:
-    environment: dict[str, str] = without_launcher(os.environ.items())
+    environment: dict[str, str] = remove_launcher(os.environ.items())
     return environment | {"OMP_NUM_THREADS": "1"}
 
 

@@ -124,7 +124,7 @@ class _RefusingDist(_NumpyDist):
         return value
 
 
-def _on_threads(
+def _run_threads(
     kind: type[_NumpyDist], world_size: int, work: Callable[[_NumpyDist], Any]
 ) -> list[Any]:
     hub = _Hub(world_size)
@@ -145,7 +145,7 @@ def test_broadcast_without_aliasing(kind: type[_NumpyDist], src: int) -> None:
                 assert received == payload
                 assert (received is sent) or backend.rank != src or payload is None
 
-    _on_threads(kind, 2, work)
+    _run_threads(kind, 2, work)
 
 
 def test_an_object_may_be_shorter_than_none() -> None:
@@ -154,7 +154,7 @@ def test_an_object_may_be_shorter_than_none() -> None:
             assert backend.broadcast_object(payload if backend.rank else None, 1) == payload
             assert backend.all_gather_object(payload if backend.rank else 7) == [7, payload]
 
-    _on_threads(_JsonDist, 2, work)
+    _run_threads(_JsonDist, 2, work)
 
 
 @pytest.mark.parametrize("kind", [_NumpyDist, _CopyingTorchDist])
@@ -168,7 +168,7 @@ def test_gather_of_any_sizes(kind: type[_NumpyDist], world_size: int) -> None:
             assert gathered == [[entry] * rank for rank in range(world_size)]
             assert gathered[backend.rank] is not sent
 
-    _on_threads(kind, world_size, work)
+    _run_threads(kind, world_size, work)
 
 
 def test_objects_of_receiving_ranks_are_ignored() -> None:
@@ -179,7 +179,7 @@ def test_objects_of_receiving_ranks_are_ignored() -> None:
         assert backend.broadcast_object(sent, 1) == "text"
         return [value for value in backend.encoded if value is not None]
 
-    assert _on_threads(_NumpyDist, 2, work) == [[], ["text"]]
+    assert _run_threads(_NumpyDist, 2, work) == [[], ["text"]]
 
 
 def _fail_then_continue(backend: BaseDistBackend) -> list[tuple[str, str]]:
@@ -193,7 +193,7 @@ def _fail_then_continue(backend: BaseDistBackend) -> list[tuple[str, str]]:
 
 
 def test_an_encoding_error_on_one_rank_raises_on_all() -> None:
-    for outcomes in _on_threads(_NumpyDist, 3, _fail_then_continue):
+    for outcomes in _run_threads(_NumpyDist, 3, _fail_then_continue):
         for kind, text in outcomes:
             assert kind == "CollectiveError"
             assert "rank 1: TypeError: cannot pickle '_thread.lock' object" in text
@@ -210,13 +210,13 @@ def test_a_decoding_error_on_one_rank_raises_on_all() -> None:
         return outcomes
 
     text = "an object cannot be sent or received on rank 1: LookupError: no such word"
-    for outcomes in _on_threads(_RefusingDist, 3, work):
+    for outcomes in _run_threads(_RefusingDist, 3, work):
         assert outcomes == [("CollectiveError", text)] * 2
 
 
 @pytest.mark.parametrize("src", [-1, 2, "0", None])
 def test_a_source_that_is_not_a_rank_is_refused(src: Any) -> None:
-    for kind, text in _on_threads(_NumpyDist, 2, lambda b: outcome(b.broadcast_object, 1, src)):
+    for kind, text in _run_threads(_NumpyDist, 2, lambda b: outcome(b.broadcast_object, 1, src)):
         assert (kind, text) == ("ValueError", f"src must be a rank below 2, got {src!r}")
 
 
@@ -331,4 +331,4 @@ def test_the_error_keeps_the_cause() -> None:
             backend.all_gather_object(threading.Lock() if backend.rank else 1)
         return type(error.value.__cause__)
 
-    assert _on_threads(_NumpyDist, 2, work) == [type(None), TypeError]
+    assert _run_threads(_NumpyDist, 2, work) == [type(None), TypeError]

@@ -162,12 +162,12 @@ def test_nests_move_to_a_gpu_and_back() -> None:
         get_data_device([data, on_gpu])
 
 
-def _comm_device_of(backend: str) -> str:
+def _get_comm_device(backend: str) -> str:
     with group_of_one(backend):
         return get_comm_device().type
 
 
 @pytest.mark.gpu
 def test_nccl_alone_travels_on_the_gpu() -> None:
-    assert run_ranks(_comm_device_of, 1, "nccl", init=False) == ["cuda"]
-    assert run_ranks(_comm_device_of, 1, "cpu:gloo,cuda:nccl", init=False) == ["cpu"]
+    assert run_ranks(_get_comm_device, 1, "nccl", init=False) == ["cuda"]
+    assert run_ranks(_get_comm_device, 1, "cpu:gloo,cuda:nccl", init=False) == ["cpu"]

@@ -91,7 +91,7 @@ def test_two_gloo_ranks_share_the_device() -> None:
         assert answers["padded"] == ([1, 2], True)
 
 
-def _with_nccl(backend: str | None) -> tuple[dict[str, Any], str]:
+def _run_nccl(backend: str | None) -> tuple[dict[str, Any], str]:
     with group_of_one(backend):
         return _call_every_helper(), comm_device().type
 
@@ -100,7 +100,7 @@ def _with_nccl(backend: str | None) -> tuple[dict[str, Any], str]:
     ("backend", "device"), [("nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu"), (None, "cpu")]
 )
 def test_nccl_alone(backend: str | None, device: str) -> None:
-    answers, used = run_ranks(_with_nccl, 1, backend, init=False)[0]
+    answers, used = run_ranks(_run_nccl, 1, backend, init=False)[0]
     assert used == device
     assert answers["sum"] == ([1.0] * 3, "cuda:0")
     assert answers["dict"]["b"] == ([1] * 3, "cuda")

@@ -36,7 +36,7 @@ from stepwrap.collectives.process.ranks import live_world_size, members, place_i
 BACKENDS = (None, "gloo", "cpu:gloo")
 
 
-def _in_group(backend: str | None, store: str, rank: int, work: Callable[..., Any]) -> Any:
+def _run_group(backend: str | None, store: str, rank: int, work: Callable[..., Any]) -> Any:
     dist.init_process_group(
         backend,
         store=dist.FileStore(store, 2),
@@ -84,7 +84,7 @@ def _spawned(rank: int, folder: str) -> None:
     before = [get_rank(), get_world_size(), get_local_rank(), distributed_available()]
     facts = [before]
     for turn, backend in enumerate(BACKENDS):
-        facts.append(_in_group(backend, f"{folder}/store_{turn}", rank, _facts))
+        facts.append(_run_group(backend, f"{folder}/store_{turn}", rank, _facts))
     Path(folder, f"facts_{rank}").write_text(json.dumps(facts))
 
 
@@ -114,13 +114,13 @@ def _against_the_environment(folder: str) -> list[Any]:
     dist.destroy_process_group()
     # As set by a launcher of four processes on another host.
     os.environ |= {"RANK": "3", "WORLD_SIZE": "4", "SLURM_PROCID": "2", "SLURM_NTASKS": "8"}
-    facts = [get_rank(), get_world_size(), all_gather_object_cpu("own"), reduce_mean_of(rank)]
+    facts = [get_rank(), get_world_size(), all_gather_object_cpu("own"), reduce_mean_exactly(rank)]
     for turn, backend in enumerate(BACKENDS):
-        facts.append(_in_group(backend, f"{folder}/store_{turn}", rank, _facts))
+        facts.append(_run_group(backend, f"{folder}/store_{turn}", rank, _facts))
     return [*facts, get_rank(), get_world_size()]
 
 
-def reduce_mean_of(rank: int) -> float:
+def reduce_mean_exactly(rank: int) -> float:
     return reduce_mean(torch.tensor(float(rank))).item()
 
 
@@ -133,7 +133,7 @@ def test_the_group_wins_while_it_lives(tmp_path: Path) -> None:
         assert facts[7:] == [3, 4]
 
 
-def _in_subgroup() -> list[Any]:
+def _run_subgroup() -> list[Any]:
     group = dist.new_group([3, 1])
     rank = dist.get_rank()
     if rank not in (1, 3):
@@ -162,7 +162,7 @@ def _in_subgroup() -> list[Any]:
 
 def test_a_subgroup_counts_global_ranks() -> None:
     """A process outside it gets an error at once."""
-    outside, rank_1, outside_too, second = run_ranks(_in_subgroup, 4)
+    outside, rank_1, outside_too, second = run_ranks(_run_subgroup, 4)
     order = rank_1[0][3]
     assert sorted(order) == [1, 3]
     for rank, facts in ((1, rank_1), (3, second)):

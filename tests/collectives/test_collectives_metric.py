@@ -138,7 +138,7 @@ def test_an_error_on_rank_0_is_one_on_all() -> None:
     assert all("rank 1" in outcomes[3][1] for outcomes in by_rank)
 
 
-def _in_a_sub_group() -> Any:
+def _run_subgroup() -> Any:
     backend = TorchDist(dist.new_group([1, 2]))
     if dist.get_rank() == 0:
         return None
@@ -150,7 +150,7 @@ def _in_a_sub_group() -> Any:
 
 
 def test_a_sub_group_without_rank_0() -> None:
-    assert run_ranks(_in_a_sub_group, 3) == [None, ([1, 2], [1.0, 2.0]), ([1, 2], [1.0, 2.0])]
+    assert run_ranks(_run_subgroup, 3) == [None, ([1, 2], [1.0, 2.0]), ([1, 2], [1.0, 2.0])]
 
 
 def _score(backend: str) -> tuple[float, list[float]]:

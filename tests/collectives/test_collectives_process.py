@@ -119,13 +119,13 @@ def test_the_live_group_wins_over_the_environment_with_one_warning() -> None:
     assert messages[1].startswith("WORLD_SIZE=12 in the environment")
 
 
-def _in_subgroup() -> tuple[int, int]:
+def _run_subgroup() -> tuple[int, int]:
     group = dist.new_group([1])
     return get_rank(group), get_world_size(group)
 
 
 def test_ranks_in_a_subgroup() -> None:
-    assert run_ranks(_in_subgroup, 2) == [(-1, -1), (0, 1)]
+    assert run_ranks(_run_subgroup, 2) == [(-1, -1), (0, 1)]
 
 
 def _devices(backend: str | None) -> list[torch.device]:

@@ -13,7 +13,7 @@ from ranks import on_ranks, run_ranks
 from stepwrap.collectives import all_reduce_dict, reduce_mean
 
 
-def _mean_of(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+def _compute_mean(values: list[float], dtype: torch.dtype) -> torch.Tensor:
     tensor = torch.tensor(values, dtype=dtype) * (dist.get_rank() + 1)
     tensor.requires_grad_(dtype.is_floating_point)
     before = tensor.detach().clone()
@@ -34,7 +34,7 @@ def _mean_of(values: list[float], dtype: torch.dtype) -> torch.Tensor:
     ],
 )
 def test_reduce_mean(dtype: torch.dtype, expected: torch.dtype) -> None:
-    for mean in run_ranks(_mean_of, 2, [1, 2], dtype):
+    for mean in run_ranks(_compute_mean, 2, [1, 2], dtype):
         assert torch.equal(mean, torch.tensor([1.5, 3.0], dtype=expected))
 
 

@@ -80,7 +80,7 @@ def test_a_value_that_is_not_finite_reaches_its_own_key_only() -> None:
     assert means["one"] == math.inf
 
 
-def _with_own_keys(keys: list[list[str]]) -> tuple[list[dict[str, float]], dict[str, float]]:
+def _reduce_own_keys(keys: list[list[str]]) -> tuple[list[dict[str, float]], dict[str, float]]:
     rank = dist.get_rank()
     different = [mean_scalars(dict.fromkeys(keys[rank], rank + 1.0)) for _ in range(2)]
     return different, mean_scalars({"same": rank})
@@ -104,14 +104,14 @@ _MANY = [f"m{i}" for i in range(200)]
 )
 def test_different_keys_give_the_union(keys: list[list[str]], expected: dict[str, float]) -> None:
     """Also if the numbers of keys differ widely; the ranks stay in step."""
-    results = run_ranks(_with_own_keys, len(keys), keys)
+    results = run_ranks(_reduce_own_keys, len(keys), keys)
     for union, after in results:
         assert union == [expected, expected]
         assert list(union[0]) == list(results[0][0][0])
         assert after == {"same": (len(keys) - 1) / 2}
 
 
-def _with_bad_value(bad: dict[Any, Any]) -> tuple[str, str, dict[str, float]]:
+def _reduce_bad_value(bad: dict[Any, Any]) -> tuple[str, str, dict[str, float]]:
     rank = dist.get_rank()
     return *outcome(mean_scalars, bad if rank == 1 else {"a": 1.0}), mean_scalars({"after": rank})
 
@@ -134,7 +134,7 @@ def test_a_rank_with_no_scalar_raises_on_every_rank(
     bad: dict[Any, Any], name: str, text: str
 ) -> None:
     """One process makes the same check."""
-    for kind, message, after in run_ranks(_with_bad_value, 2, bad):
+    for kind, message, after in run_ranks(_reduce_bad_value, 2, bad):
         assert (kind, after) == (name, {"after": 0.5})
         assert message.startswith("mean_scalars() on rank 1 (tests")
         assert message.endswith(f"): {text}")

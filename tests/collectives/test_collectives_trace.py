@@ -30,7 +30,7 @@ from stepwrap.collectives import (
 OWN_FILE = os.path.relpath(__file__)
 
 
-def _without_lines(text: str) -> str:
+def _strip_lines(text: str) -> str:
     return re.sub(rf"{HERE}:\d+", "HERE", text)
 
 
@@ -44,7 +44,7 @@ def _other_call_on_rank_2() -> str:
 def test_calls_with_a_first_message_detect_a_difference_at_once(on: bool) -> None:
     """Afterwards the ranks are in step again."""
     for text in run_ranks(traced, 4, on, _other_call_on_rank_2):
-        assert _without_lines(text) == (
+        assert _strip_lines(text) == (
             "CollectiveError: the ranks [0, 1, 2, 3] must make the same call with the same "
             "structure, but rank 2 is in broadcast (HERE), ranks 0, 1, 3 wait in all_reduce_dict "
             "(HERE); keys missing on rank 2: loss_b"
@@ -109,7 +109,7 @@ def _time_out_in_another_call() -> str:
 def test_without_tracing_the_timeout_names_the_waiting_ranks() -> None:
     for rank, text in enumerate(run_ranks(_time_out_in_another_call, 3, group_timeout_s=1)):
         name = "broadcast" if rank == 2 else "reduce_mean"
-        assert _without_lines(text).startswith(
+        assert _strip_lines(text).startswith(
             f"CollectiveError: {name}() must be reached by all 3 ranks, but did not finish on rank "
             f"{rank}: rank 2 is in broadcast (HERE), ranks 0, 1 wait in reduce_mean (HERE). "
         )

@@ -20,7 +20,7 @@ def last_number(out: str, of: str) -> float:
     return float(line.split()[-1])
 
 
-def of_metric_backends(out: str) -> None:
+def check_metric_backends(out: str) -> None:
     """Each back-end has the same result as one process."""
     module = runpy.run_path(str(EXAMPLES / "metric_backends.py"))
     alone = module["accuracy_of_nearest_mean"]("non_dist")
@@ -32,14 +32,14 @@ def of_metric_backends(out: str) -> None:
     ]
 
 
-def of_meta_device_fsdp(out: str) -> None:
+def check_meta_device_fsdp(out: str) -> None:
     lines = [line for line in out.splitlines() if line.startswith("rank ")]
     assert [line.split()[1] for line in lines] == ["0:", "1:"]
     assert all(": 50% of the parameters" in line for line in lines)
     assert all(float(line.split()[-1]) > 0.93 for line in lines)
 
 
-def of_place_actor_critic(out: str) -> None:
+def check_place_actor_critic(out: str) -> None:
     heading, *devices, crossing = out.splitlines()
     assert heading.split() == ["device", "size", "allowed", "computes", "target", "models"]
     assert crossing.endswith("of the connections cross")
@@ -50,18 +50,18 @@ def of_place_actor_critic(out: str) -> None:
         assert any(f" {name}" in line and f"target_{name}" in line for line in devices)
 
 
-def of_context_pool(out: str) -> None:
+def check_context_pool(out: str) -> None:
     assert float(re.fullmatch(r"accuracy (0\.\d+|1\.0+)\n", out)[1]) > 0.93
 
 
-def of_replication_callback(out: str) -> None:
+def check_replication_callback(out: str) -> None:
     line = r"accuracy (0\.\d+); (\S+) from the mean of one copy\n"
     accuracy, difference = re.fullmatch(line, out).groups()
     assert float(accuracy) > 0.9
     assert float(difference) < 1e-6
 
 
-def of_parameter_server(out: str) -> None:
+def check_parameter_server(out: str) -> None:
     assert last_number(out, "test accuracy") >= 0.95
 
 
@@ -78,27 +78,27 @@ def check_model_server(out: str) -> None:
     assert all(map(line.fullmatch, out.splitlines()))
 
 
-def of_own_loop(out: str) -> None:
+def check_own_loop(out: str) -> None:
     assert last_number(out, "test accuracy") > 0.9
     assert out.count("epoch 1:") == 1
 
 
-def of_own_train_step(out: str) -> None:
+def check_own_train_step(out: str) -> None:
     """Only the wrapper of the example logs a second loss."""
     assert "loss_second" in out
     assert "test" in out
 
 
 PROGRAMS: dict[Callable[[str], None], list[str]] = {
-    of_metric_backends: ["metric_backends.py"],
-    of_meta_device_fsdp: ["meta_device_fsdp.py"],
-    of_place_actor_critic: ["place_actor_critic.py", "placement.png"],
-    of_context_pool: ["context_pool.py"],
-    of_replication_callback: ["replication_callback.py"],
-    of_parameter_server: [*TORCHRUN, "4", "parameter_server.py"],
+    check_metric_backends: ["metric_backends.py"],
+    check_meta_device_fsdp: ["meta_device_fsdp.py"],
+    check_place_actor_critic: ["place_actor_critic.py", "placement.png"],
+    check_context_pool: ["context_pool.py"],
+    check_replication_callback: ["replication_callback.py"],
+    check_parameter_server: [*TORCHRUN, "4", "parameter_server.py"],
     check_model_server: ["model_server.py"],
-    of_own_loop: [*TORCHRUN, "2", "own_loop.py"],
-    of_own_train_step: [*TRAIN, "--nproc", "2", "train.max_epochs=3", "--run-dir", "run"],
+    check_own_loop: [*TORCHRUN, "2", "own_loop.py"],
+    check_own_train_step: [*TRAIN, "--nproc", "2", "train.max_epochs=3", "--run-dir", "run"],
 }
 
 

@@ -37,14 +37,14 @@ def half() -> Any:
     return torch.autocast("cpu", dtype=torch.float16)
 
 
-def loss_of(net: nn.Module, batch: list[Tensor]) -> Tensor:
+def compute_loss(net: nn.Module, batch: list[Tensor]) -> Tensor:
     with half():
         return FACTOR * cross_entropy(net(batch[0]), batch[1])
 
 
 def plain_sam(net: nn.Module, batch: list[Tensor], scaler: Any) -> None:
     weights = list(net.parameters())
-    slopes = torch.autograd.grad(scaler.scale(loss_of(net, batch)), weights)
+    slopes = torch.autograd.grad(scaler.scale(compute_loss(net, batch)), weights)
     slopes = tuple(slope / scaler.get_scale() for slope in slopes)
     norm = torch.cat([slope.flatten() for slope in slopes]).norm()
     assert norm > 0
@@ -52,7 +52,7 @@ def plain_sam(net: nn.Module, batch: list[Tensor], scaler: Any) -> None:
     with torch.no_grad():
         for param, slope in zip(weights, slopes, strict=True):
             param += RADIUS * slope / norm
-    (scaler.scale(loss_of(net, batch)) / 2).backward()
+    (scaler.scale(compute_loss(net, batch)) / 2).backward()
     with torch.no_grad():
         for param, weight in zip(weights, before, strict=True):
             param.copy_(weight)
@@ -60,7 +60,7 @@ def plain_sam(net: nn.Module, batch: list[Tensor], scaler: Any) -> None:
 
 def plain_penalty(net: nn.Module, batch: list[Tensor], scaler: Any) -> None:
     images = batch[0].clone().requires_grad_()
-    loss = loss_of(net, [images, batch[1]])
+    loss = compute_loss(net, [images, batch[1]])
     (slope,) = torch.autograd.grad(scaler.scale(loss) * len(images), images, create_graph=True)
     slope = slope / scaler.get_scale()
     penalty = WEIGHT * slope.flatten(1).square().sum(1).mean()

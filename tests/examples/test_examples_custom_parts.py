@@ -130,7 +130,7 @@ def wrapped(model: nn.Module) -> OptimWrapper:
     return OptimWrapper(torch.optim.SGD(model.parameters(), lr=RATE))
 
 
-def by_hand(rates: list[float] | None = None) -> Tensor:
+def train_plainly(rates: list[float] | None = None) -> Tensor:
     model, rates = net(), rates or [RATE] * (ROWS // SIZE)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for (images, labels), rate in zip(data(), rates, strict=True):
@@ -184,7 +184,7 @@ def test_custom_parts(name: str, tmp_path: Path) -> None:
         train_step=train_step,
     )
     assert runner.train().step == ROWS // SIZE
-    assert torch.equal(model.layer.weight, by_hand())
+    assert torch.equal(model.layer.weight, train_plainly())
     assert runner.validate() == {"steps": 4.0}
 
 
@@ -241,7 +241,7 @@ def test_schedulers_hooks_and_checkpoints(named: bool, tmp_path: Path) -> None:
         return model, watch.losses
 
     uninterrupted, losses = run("whole", 4)
-    assert torch.equal(uninterrupted.layer.weight, by_hand([RATE / 2**i for i in range(4)]))
+    assert torch.equal(uninterrupted.layer.weight, train_plainly([RATE / 2**i for i in range(4)]))
     assert len(losses) == 4
     run("part", 2)
     again, losses_after = run("part", 4, resume=True)
@@ -291,7 +291,7 @@ def test_steps_that_change_the_rate_or_skip_updates(
             train_step=train_step,
         )
         assert runner.train(resume=updates == 4).step == updates
-    assert torch.equal(model.layer.weight, by_hand(rates))
+    assert torch.equal(model.layer.weight, train_plainly(rates))
     assert len(records) == 4
     if train_step is slower:
         assert [record["own_rate"] for record in records] == pytest.approx(

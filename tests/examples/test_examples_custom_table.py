@@ -46,7 +46,7 @@ def plain(name: str) -> dict[str, Tensor]:
 
 
 @cache
-def in_group(name: str) -> list[dict[str, Any]]:
+def run_group(name: str) -> list[dict[str, Any]]:
     return run_ranks(stepped_in_group, 2, name)
 
 
@@ -63,7 +63,7 @@ def test_a_cell(name: str, wrapper: str, word: str) -> None:
     results = (
         [stepped(name, wrapper)]
         if alone
-        else [by_wrapper[wrapper] for by_wrapper in in_group(name)]
+        else [by_wrapper[wrapper] for by_wrapper in run_group(name)]
     )
     for result in results:
         if word == "error":

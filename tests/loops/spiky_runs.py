@@ -49,7 +49,7 @@ class Spiky(Dataset[Any]):
         return self.inputs[at] + 0.1 * torch.randn(6), self.targets[at]
 
 
-def samples_of(steps: Collection[int], world_size: int, accumulate: int = 1) -> list[int]:
+def get_samples(steps: Collection[int], world_size: int, accumulate: int = 1) -> list[int]:
     """Return the samples of all ranks in these steps (from 1) of an unshuffled epoch."""
     size = BATCH * world_size * accumulate
     return [index for step in steps for index in range((step - 1) * size, step * size)]
@@ -93,7 +93,7 @@ def train(
     return loop.run(state, HookList(hooks))
 
 
-def all_of(state: LoopState) -> dict[str, Any]:
+def flatten(state: LoopState) -> dict[str, Any]:
     """Return copies of weights, buffers, optimizer state and this rank's random stream."""
     entries: dict[str, Any] = {n: v.detach() for n, v in state.model.state_dict().items()}
     for index, slot in state.optim_wrapper.state_dict()["state"].items():

@@ -145,11 +145,11 @@ def hugging_face() -> Any:
     rows = {"inputs": inputs.tolist(), "target": targets.tolist()}
     stream = datasets.Dataset.from_dict(rows).to_iterable_dataset(num_shards=4 * world)
     # Shuffle only its shards, because its state does not contain a shuffle buffer.
-    stream = stream.shuffle(seed=5, buffer_size=1, max_buffer_input_shards=1).map(with_noise)
+    stream = stream.shuffle(seed=5, buffer_size=1, max_buffer_input_shards=1).map(add_noise)
     return split_dataset_by_node(stream, rank, world)
 
 
-def with_noise(row: dict[str, Any]) -> dict[str, Any]:
+def add_noise(row: dict[str, Any]) -> dict[str, Any]:
     inputs, _ = noisy((torch.tensor(row["inputs"]), torch.zeros(())))
     return {"inputs": inputs.tolist(), "target": row["target"]}
 

@@ -185,7 +185,7 @@ def test_speed_without_evaluations_and_the_share_of_waiting(
         assert record["data_share"] == pytest.approx(6 / seconds)
 
 
-def speed_of(batches: list[Any], model: nn.Module, **counts: float) -> dict[str, float]:
+def measure_speed(batches: list[Any], model: nn.Module, **counts: float) -> dict[str, float]:
     """Train one update per batch and return the record."""
     hook, state = ThroughputHook(**counts), LoopState(model=model)
     hook.on_train_start(state)
@@ -210,7 +210,7 @@ def speed_of(batches: list[Any], model: nn.Module, **counts: float) -> dict[str,
     ids=["tensor", "pair", "nested", "none", "other"],
 )
 def test_size_of_a_batch(batches: list[Any], size: float) -> None:
-    record = speed_of(batches, nn.Identity())
+    record = measure_speed(batches, nn.Identity())
     assert record["samples_per_s"] == pytest.approx(size * record["steps_per_s"])
 
 
@@ -243,7 +243,7 @@ IN_NET = SingleDevice(SupervisedModel(Described(3, 1), nn.MSELoss()))
 def test_tokens_and_mfu(
     model: nn.Module, counts: dict[str, float], tokens: int | None, flops: float
 ) -> None:
-    record = speed_of([torch.zeros(5, 3)] * 2, model, **counts, peak_flops=PEAK)
+    record = measure_speed([torch.zeros(5, 3)] * 2, model, **counts, peak_flops=PEAK)
     samples = record["samples_per_s"]
     assert record["mfu"] == pytest.approx(flops * samples / PEAK)
     if tokens is None:
@@ -254,7 +254,7 @@ def test_tokens_and_mfu(
 
 @pytest.mark.parametrize("model", [IN_MODEL, IN_NET])
 def test_mfu_is_not_logged_without_a_peak(model: nn.Module) -> None:
-    assert "mfu" not in speed_of([torch.zeros(5, 3)] * 2, model)
+    assert "mfu" not in measure_speed([torch.zeros(5, 3)] * 2, model)
 
 
 def test_only_tokens_that_the_loss_counts_are_counted() -> None:

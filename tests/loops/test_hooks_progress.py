@@ -56,7 +56,7 @@ def panels(screens: list[list[str]]) -> list[list[str]]:
     return [panel for screen in screens if (panel := get_panel(screen))]
 
 
-def log_of(screens: list[list[str]]) -> list[str]:
+def read_log(screens: list[list[str]]) -> list[str]:
     """Return the final rows, and check that they contain no parts of a panel."""
     assert not get_panel(screens[-1])
     return [row for row in screens[-1] if row]
@@ -82,7 +82,7 @@ def test_panel_shows_the_run(terminal: Terminal, columns: int, rows: int) -> Non
     assert re.fullmatch(
         r"[\d.]+ samples/s  data wait \d+%  memory \d+\.\d\d GiB( .*)?", shown_panels[-1][3]
     )
-    log = log_of(screens)
+    log = read_log(screens)
     # On a slow machine lines may be longer and wrap.
     assert [row.split(" step ")[0] for row in log[:-1] if " step " in row] == [
         *["epoch 1/2", "epoch 1/2", "val epoch 1/2"],
@@ -121,7 +121,7 @@ def test_many_values_are_cut_in_the_panel_and_whole_in_the_log(terminal: Termina
         r"((?:val )?epoch) \d/2 step (\d)/8 (?:loss [\d.]+ lr 0.003 (?:part_\d+ 1 ){20}"
         r"[\d.]+ samples/s (?:\(.*?\) )?eta 0:00:00|error [\d.]+)",
         # The terminal breaks long lines at any character.
-        "".join(row.ljust(80) if len(row) > 78 else f"{row} " for row in log_of(screens)),
+        "".join(row.ljust(80) if len(row) > 78 else f"{row} " for row in read_log(screens)),
     )
     steps = [("epoch", "2"), ("epoch", "4"), ("val epoch", "4")]
     assert lines == [*steps, ("epoch", "6"), ("epoch", "8"), ("val epoch", "8")]
@@ -197,7 +197,7 @@ def test_the_metric_of_the_checkpoints_is_shown(
         )
     screens = terminal.screens()
     assert panels(screens)[-1][2] == shown
-    assert log_of(screens)[-1].endswith(shown)
+    assert read_log(screens)[-1].endswith(shown)
 
 
 @pytest.mark.parametrize("event", ["on_update", "on_eval_batch_end", "on_log"])
@@ -211,7 +211,7 @@ def test_an_error_leaves_a_log_and_the_streams(
             train(new_state(), [ProgressHook(), failing(error, event)])
         assert (sys.stdout, sys.stderr) == streams
     assert re.fullmatch(
-        rf"ended at step \d/8: {type(error).__name__}", log_of(terminal.screens())[-1]
+        rf"ended at step \d/8: {type(error).__name__}", read_log(terminal.screens())[-1]
     )
     assert "\x1b[?25l" not in terminal.text()
 
@@ -228,7 +228,7 @@ def test_a_signal_leaves_a_log_and_the_streams(terminal: Terminal, number: signa
         assert (sys.stdout, sys.stderr) == streams
     screens = terminal.screens()
     assert panels(screens)
-    assert log_of(screens)[-1] == f"stopped at step 3: received {number.name}"
+    assert read_log(screens)[-1] == f"stopped at step 3: received {number.name}"
 
 
 def test_panel_is_not_redrawn_at_each_update(terminal: Terminal) -> None:
@@ -267,7 +267,7 @@ def test_other_output_stays_above_the_panel(terminal: Terminal) -> None:
         assert handler.stream is sys.stderr
     screens = terminal.screens()
     assert max(map(len, panels(screens))) == 4
-    log = "\n".join(log_of(screens))
+    log = "\n".join(read_log(screens))
     assert re.fullmatch(
         r"printed\nin two lines\n100%\nepoch 1/1 step 2.*\n"
         r"from another process\nlogged\nepoch 1/1 step 4.*\nval .*\ndone: .*\nwithout an end",
@@ -288,15 +288,17 @@ def test_resizing_leaves_no_part_of_a_panel(terminal: Terminal) -> None:
         train(new_state(), hooks, epochs=3, log_every_steps=100)
     screens = terminal.screens()
     # The last screen before the line still shows the old panel, cut off.
-    calm = [before for before, after in pairwise(screens) if sizes_of(before) == sizes_of(after)]
+    calm = [
+        before for before, after in pairwise(screens) if read_sizes(before) == read_sizes(after)
+    ]
     widths = {len(row) for screen in calm for row in screen if "╭" in row}
     assert widths == {79, 99, 69, 59}
     assert len(panels(calm)) > 10
-    rows = [row for row in log_of(screens) if row.startswith("resized")]
+    rows = [row for row in read_log(screens) if row.startswith("resized")]
     assert rows == [f"resized to {size}" for size in sizes.values()]
 
 
-def sizes_of(screen: list[str]) -> str:
+def read_sizes(screen: list[str]) -> str:
     """Return the last size that a screen names."""
     return next((row for row in reversed(screen) if row.startswith("resized")), "")
 
@@ -332,7 +334,7 @@ def test_an_evaluation_alone_is_shown(terminal: Terminal) -> None:
         TestLoop(loader(8), metrics()).run(new_state(), HookList([ProgressHook(refresh_s=1e-6)]))
     screens = terminal.screens()
     assert any("testing batch 2" in panel for panel in panels(screens))
-    assert re.fullmatch(r"test epoch 1 step 0 error [\d.]+", log_of(screens)[-1])
+    assert re.fullmatch(r"test epoch 1 step 0 error [\d.]+", read_log(screens)[-1])
 
 
 def test_limits_of_the_speed_are_shown_once(
@@ -351,7 +353,7 @@ def test_limits_of_the_speed_are_shown_once(
         slow.format(20),
         "on rank 2, loading data takes 50% of the time",
     ]
-    assert [row for row in log_of(screens) if "rank 2" in row] == [
+    assert [row for row in read_log(screens) if "rank 2" in row] == [
         slow.format(30),
         "on rank 2, loading data takes 50% of the time",
         slow.format(60),

@@ -57,7 +57,9 @@ def warm_up_and_cosine(optimizer: Optimizer) -> LRScheduler:
     return SequentialLR(optimizer, schedulers, milestones=[3])
 
 
-def by_hand(make: Callable[[Optimizer], LRScheduler], steps: int, *, lr: float) -> list[float]:
+def schedule_plainly(
+    make: Callable[[Optimizer], LRScheduler], steps: int, *, lr: float
+) -> list[float]:
     """Return the rates of `make`'s schedule for successive steps."""
     optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     return [rate for (rate,) in get_rates(optimizer, steps, make(optimizer))]
@@ -67,7 +69,7 @@ def test_by_step() -> None:
     state, rates = new_state(), RatesHook()
     schedule = SchedulerHook([(warm_up_and_cosine(get_optimizer(state)), "step")])
     train(state, [schedule, rates])
-    assert rates.used == by_hand(warm_up_and_cosine, 8, lr=0.05)
+    assert rates.used == schedule_plainly(warm_up_and_cosine, 8, lr=0.05)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +168,7 @@ def test_first_updates_that_a_scaler_skips_neither_warn_nor_shift_the_schedule(f
     train(state, [schedule, GradNormHook()], epochs=3)
     # A fused optimizer is called and skips the update itself.
     assert fused or len(used) < 12
-    rates = by_hand(warm_up_and_cosine, 12, lr=0.05)
+    rates = schedule_plainly(warm_up_and_cosine, 12, lr=0.05)
     assert used == [(step, rates[step]) for step, _ in used]
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from marks import slow
 from ranks import RanksError, run_ranks
-from spiky_runs import Spiky, all_of, differing, make_state, sample_at, samples_of, train
+from spiky_runs import Spiky, differing, flatten, get_samples, make_state, sample_at, train
 from torch import nn
 
 from stepwrap.collectives import get_world_size
@@ -62,7 +62,7 @@ def compare(
 ) -> tuple[list[int], list[str]]:
     """Return the skipped steps, and the differences from a run without their samples."""
     world_size = get_world_size()
-    per_step = len(samples_of({1}, world_size, accumulate))
+    per_step = len(get_samples({1}, world_size, accumulate))
     wild = spikes_in(steps, count, world_size, accumulate)
     expected = sorted({index // per_step + 1 for index in wild})
     options["accumulative_counts"] = accumulate
@@ -72,9 +72,9 @@ def compare(
     state = train(make_state(kind, **options), data, [guard, noted, EMAHook(0.5)])
     assert noted.steps == expected
     assert (state.step, state.iteration) == (steps, steps * accumulate)
-    without = Spiky(steps * per_step, wild, without=samples_of(expected, world_size, accumulate))
+    without = Spiky(steps * per_step, wild, without=get_samples(expected, world_size, accumulate))
     other = train(make_state(kind, **options), without, [EMAHook(0.5)])
-    names = differing(all_of(state), all_of(other))
+    names = differing(flatten(state), flatten(other))
     averages = [run_state.stateful["EMAHook"].state_dict()["model"] for run_state in (state, other)]
     return noted.steps, names + differing(*averages)
 
@@ -165,14 +165,14 @@ def test_the_steps_after_an_outlier_are_skipped_too(tmp_path: Path) -> None:
     load_checkpoint(tmp_path / "checkpoints/step_00000013").restore(resumed)
     train(resumed, Spiky(80, wild), hooks)
     assert again.steps == [14, 15]
-    assert not differing(all_of(state), all_of(resumed))
+    assert not differing(flatten(state), flatten(resumed))
 
 
 def go_back(folder: Path) -> tuple[list[int], list[str], list[str]]:
     """Return the skipped steps, the differences from a run without the samples, the checkpoints."""
     world_size = get_world_size()
     wild = {sample_at(18, world_size - 1, world_size): math.nan}
-    size = len(samples_of(range(1, 27), world_size))
+    size = len(get_samples(range(1, 27), world_size))
     noted = Skipped()
     saver = CheckpointHook(every_steps=5, every_epochs=None, keep_last=None)
     hooks = [
@@ -180,13 +180,13 @@ def go_back(folder: Path) -> tuple[list[int], list[str], list[str]]:
         *(LogHook(), NanGuardHook(), ProgressHook(), ThroughputHook(), GradNormHook()),
     ]
     state = train(make_state(run_dir=folder), Spiky(size, wild), hooks, log_every_steps=1)
-    gone = samples_of(range(14, 20), world_size)
+    gone = get_samples(range(14, 20), world_size)
     other = train(make_state(), Spiky(size, wild, without=gone))
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines]
     assert steps == list(range(1, 27))
     saved = sorted(path.name for path in (folder / "checkpoints").glob("*"))
-    return noted.steps, differing(all_of(state), all_of(other)), saved
+    return noted.steps, differing(flatten(state), flatten(other)), saved
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

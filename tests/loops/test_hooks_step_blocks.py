@@ -103,7 +103,7 @@ def run(  # noqa: PLR0913
     return state
 
 
-def records_of(run_dir: Path) -> list[dict[str, Any]]:
+def read_records(run_dir: Path) -> list[dict[str, Any]]:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k != "time"} for line in lines]
 
@@ -140,7 +140,7 @@ def assert_same_runs(tmp_path: Path, *hooks: Hook, **options: Any) -> LoopState:
     # One program for each number of samples and, with accumulation, each place in a window.
     assert 0 < len(state.model.batch_runner.programs) <= 4
     assert_identical(get_weights(usual), get_weights(state))
-    assert records_of(tmp_path / "usual") == records_of(tmp_path / "blocks")
+    assert read_records(tmp_path / "usual") == read_records(tmp_path / "blocks")
     assert read_checkpoints(tmp_path / "usual")
     assert_same(read_checkpoints(tmp_path / "usual"), read_checkpoints(tmp_path / "blocks"))
     return state
@@ -165,7 +165,7 @@ def test_a_run_that_is_stopped_in_a_block_resumes_exactly(tmp_path: Path) -> Non
     assert (stopped.step, stopped.signal) == (12, signal.SIGTERM)
     resumed = run(32, tmp_path / "parts", resumes=True)
     assert_identical(get_weights(uninterrupted), get_weights(resumed))
-    assert records_of(tmp_path / "whole") == records_of(tmp_path / "parts")
+    assert read_records(tmp_path / "whole") == read_records(tmp_path / "parts")
 
 
 class Thaw(Hook):

@@ -74,7 +74,7 @@ def tmux(tmp_path: Path) -> Iterator[Tmux]:
     terminal.call("kill-server")
 
 
-def box_of(width: int) -> Callable[[list[str]], bool]:
+def get_box(width: int) -> Callable[[list[str]], bool]:
     def is_whole(rows: list[str]) -> bool:
         tops, ends = ([row for row in rows if row.startswith(corner)] for corner in ("╭", "╰"))
         return [len(row) for row in (*tops, *ends)] == [width, width]
@@ -85,17 +85,17 @@ def box_of(width: int) -> Callable[[list[str]], bool]:
 def test_resizing_and_interrupting_a_run(tmux: Tmux, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     tmux.call("send-keys", shlex.join([sys.executable, "program.py"]), "Enter")
-    tmux.wait_for(box_of(99))
+    tmux.wait_for(get_box(99))
     # On a full screen a wrapped panel still fits.
     tmux.wait_for(lambda rows: rows[-1].startswith("╰"))
     tmux.wait_for(lambda rows: any("hook Speak limits the speed" in row for row in rows))
     tmux.call("resize-window", "-x", "70", "-y", "24")
-    tmux.wait_for(box_of(69))
+    tmux.wait_for(get_box(69))
     tmux.call("resize-window", "-x", "50", "-y", "10")
     rows = tmux.wait_for(lambda rows: not any(set("╭│╰") & set(row) for row in rows))
     tmux.wait_for(lambda rows: [row for row in rows if row][-1].startswith("epoch 1/10 step "))
     tmux.call("resize-window", "-x", "80", "-y", "24")
-    rows = tmux.wait_for(box_of(79))
+    rows = tmux.wait_for(get_box(79))
     assert len([row for row in rows if row.startswith("│")]) == 5
     tmux.call("send-keys", "C-c")
     tmux.wait_for(lambda rows: any(row.startswith("stopped at step") for row in rows))

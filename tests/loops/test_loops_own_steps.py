@@ -38,14 +38,14 @@ class Twice(SingleDevice):
         return super().train_step(data, optim_wrapper)
 
 
-def by_hand(wrapper: Any, data: Any, optim_wrapper: Any) -> Any:
+def train_plainly(wrapper: Any, data: Any, optim_wrapper: Any) -> Any:
     """Train without the optimizer wrapper, which then counts no batch."""
     wrapper(*data, mode="loss")["loss"].backward()
     optim_wrapper.optimizer.step()
     return {}
 
 
-ByHand = with_train_step(SingleDevice, by_hand)
+ByHand = with_train_step(SingleDevice, train_plainly)
 
 
 class LeftOut(SingleDevice):

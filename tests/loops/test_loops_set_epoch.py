@@ -27,7 +27,7 @@ EPOCHS = 3
 SAMPLES = 8
 
 
-def sample_of(epoch: int, index: int) -> tuple[Tensor, int]:
+def read_sample(epoch: int, index: int) -> tuple[Tensor, int]:
     """Return a sample whose input holds the epoch and the index."""
     return torch.tensor([float(epoch), float(index), 0.0, 0.0]), 0
 
@@ -43,7 +43,7 @@ class EpochSamples(Dataset[Any]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> Any:
-        return sample_of(self.epoch, index)
+        return read_sample(self.epoch, index)
 
 
 class EpochLines(IterableDataset[Any]):
@@ -58,7 +58,7 @@ class EpochLines(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         start, step = (0, 1) if info is None else (info.id, info.num_workers)
-        return (sample_of(self.epoch, index) for index in range(start, SAMPLES, step))
+        return (read_sample(self.epoch, index) for index in range(start, SAMPLES, step))
 
 
 class StatefulLines(EpochLines):
@@ -74,7 +74,7 @@ class Constant(Dataset[Any]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> Any:
-        return sample_of(0, index)
+        return read_sample(0, index)
 
 
 class EpochCollator:

@@ -11,12 +11,12 @@ from listeners import on
 from ranks import run_ranks
 from spiky_runs import (
     Spiky,
-    all_of,
     differing,
+    flatten,
+    get_samples,
     make_loader,
     make_state,
     sample_at,
-    samples_of,
     train,
 )
 from torch import nn
@@ -38,15 +38,15 @@ LEFT_OUT = {1, 4, 9, 10}
 SKIPS = [4, "9-10", 1]
 
 
-def size_of(world_size: int, accumulate: int = 1) -> int:
-    return len(samples_of(range(1, STEPS + 1), world_size, accumulate))
+def get_size(world_size: int, accumulate: int = 1) -> int:
+    return len(get_samples(range(1, STEPS + 1), world_size, accumulate))
 
 
 def compare(world_size: int, kind: str = "ddp", accumulate: int = 1) -> list[str]:
     """Return the differences between a run with skipped steps and one without their samples."""
-    size = size_of(world_size, accumulate)
+    size = get_size(world_size, accumulate)
     # If these samples were used in any way, NaN would remain.
-    gone = samples_of(LEFT_OUT, world_size, accumulate)
+    gone = get_samples(LEFT_OUT, world_size, accumulate)
     wild = Spiky(size, dict.fromkeys(gone, float("nan")))
     state = make_state(kind, accumulative_counts=accumulate)
     train(state, wild, skip_steps=SKIPS)
@@ -54,7 +54,7 @@ def compare(world_size: int, kind: str = "ddp", accumulate: int = 1) -> list[str
     other = make_state(kind, accumulative_counts=accumulate)
     train(other, Spiky(size, without=gone))
     assert other.step == STEPS - len(LEFT_OUT)
-    return differing(all_of(state), all_of(other))
+    return differing(flatten(state), flatten(other))
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -70,7 +70,7 @@ def test_the_same_on_two_ranks(kind: str) -> None:
 
 
 def test_the_same_as_plain_pytorch() -> None:
-    data = Spiky(size_of(1))
+    data = Spiky(get_size(1))
     state = make_state()
     net = make_state().model.module.net
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
@@ -100,16 +100,16 @@ def test_events_counters_and_rates_continue() -> None:
     state = make_state()
     schedule = torch.optim.lr_scheduler.ExponentialLR(state.optim_wrapper.optimizer, 0.5)
     hooks = [SchedulerHook([(schedule, "step")]), on(on_update=on_update)]
-    train(state, Spiky(size_of(1)), hooks, skip_steps=[4])
+    train(state, Spiky(get_size(1)), hooks, skip_steps=[4])
     assert [step for step, _, _ in updates] == list(range(1, STEPS + 1))
     assert [step for step, skipped, _ in updates if skipped] == [4]
     assert [rate for _, _, rate in updates] == pytest.approx([1e-3 * 0.5**n for n in range(1, 13)])
 
 
 def test_an_average_of_the_weights_does_not_move() -> None:
-    gone = samples_of(LEFT_OUT, 1)
+    gone = get_samples(LEFT_OUT, 1)
     averages = []
-    for data, skips in ((Spiky(size_of(1)), SKIPS), (Spiky(size_of(1), without=gone), [])):
+    for data, skips in ((Spiky(get_size(1)), SKIPS), (Spiky(get_size(1), without=gone), [])):
         ema = EMAHook(0.5)
         train(make_state(), data, [ema], skip_steps=skips)
         averages.append(ema.state_dict()["model"])
@@ -117,13 +117,13 @@ def test_an_average_of_the_weights_does_not_move() -> None:
 
 
 def test_an_iteration_loop_leaves_them_out_in_each_pass_by_their_numbers() -> None:
-    data = Spiky(samples_of({5}, 1)[-1] + 1)
+    data = Spiky(get_samples({5}, 1)[-1] + 1)
     loader = make_loader(data)
     state = make_state()
     IterTrainLoop(loader, max_steps=13, skip_steps=[7]).run(state, HookList())
     other = make_state()
     weights = {}
-    keep = on(on_update=lambda state: weights.update({state.step: all_of(state)}))
+    keep = on(on_update=lambda state: weights.update({state.step: flatten(state)}))
     IterTrainLoop(loader, max_steps=8, skip_steps=["7-8"]).run(other, HookList([keep]))
     assert (state.step, state.epoch, state.batch) == (13, 2, 3)
     assert not differing(weights[6], weights[8])
@@ -131,7 +131,7 @@ def test_an_iteration_loop_leaves_them_out_in_each_pass_by_their_numbers() -> No
 
 
 def test_a_resumed_run_leaves_them_out_as_well(tmp_path: Path) -> None:
-    data = Spiky(size_of(1, 2))
+    data = Spiky(get_size(1, 2))
     uninterrupted = train(make_state(accumulative_counts=2), data, skip_steps=SKIPS)
     hooks = [CheckpointHook(every_steps=3, keep_last=None)]
     stopped = make_state(run_dir=tmp_path, accumulative_counts=2)
@@ -142,7 +142,7 @@ def test_a_resumed_run_leaves_them_out_as_well(tmp_path: Path) -> None:
     second = make_state(accumulative_counts=2)
     load_checkpoint(path).restore(second)
     train(second, data, skip_steps=SKIPS)
-    assert not differing(all_of(uninterrupted), all_of(second))
+    assert not differing(flatten(uninterrupted), flatten(second))
 
 
 @pytest.mark.parametrize("wrong", [0, -3, True, "7-5", "a-b", "3-", 1.5])
@@ -172,10 +172,10 @@ def grouped(accumulate: int) -> Any:
 
 
 def test_steps_of_several_optimizers_are_left_out() -> None:
-    gone = samples_of(LEFT_OUT, 1)
-    wild = Spiky(size_of(1), dict.fromkeys(gone, float("nan")))
+    gone = get_samples(LEFT_OUT, 1)
+    wild = Spiky(get_size(1), dict.fromkeys(gone, float("nan")))
     state = train(grouped(1), wild, skip_steps=SKIPS)
-    other = train(grouped(1), Spiky(size_of(1), without=gone))
+    other = train(grouped(1), Spiky(get_size(1), without=gone))
     assert state.step == STEPS
     pairs = zip(state.model.parameters(), other.model.parameters(), strict=True)
     assert all(torch.equal(actual, expected) for actual, expected in pairs)
@@ -183,10 +183,10 @@ def test_steps_of_several_optimizers_are_left_out() -> None:
 
 def test_windows_of_several_optimizers_cannot_be_left_out() -> None:
     with pytest.raises(ValueError, match=r"accumulative_counts=1 .*, got \[2, 2\]"):
-        train(grouped(2), Spiky(size_of(1)), skip_steps=[3])
+        train(grouped(2), Spiky(get_size(1)), skip_steps=[3])
 
 
 def test_the_helpers_locate_samples_correctly() -> None:
     """Otherwise the other tests would compare runs of the same data."""
-    assert sample_at(3, 1, 2, accumulate=2, batch=1) in samples_of({3}, 2, 2)
-    assert len(make_loader(Spiky(size_of(1)))) == STEPS
+    assert sample_at(3, 1, 2, accumulate=2, batch=1) in get_samples({3}, 2, 2)
+    assert len(make_loader(Spiky(get_size(1)))) == STEPS

@@ -55,7 +55,7 @@ def _optimizer(net: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
 
 
-def _parts(run_dir: Path | None = None, stop: Hook | None = None, **options: Any) -> Runner:
+def _split_batches(run_dir: Path | None = None, stop: Hook | None = None, **options: Any) -> Runner:
     model = SupervisedModel(_net(), nn.CrossEntropyLoss())
     optimizer = _optimizer(model)
     rank = dist.get_rank()
@@ -98,7 +98,7 @@ def _result(runner: Runner) -> dict[str, Any]:
 
 
 def _train(run_dir: Path | None = None, **options: Any) -> dict[str, Any]:
-    runner = _parts(run_dir, **options)
+    runner = _split_batches(run_dir, **options)
     runner.train(resume=run_dir is not None)
     return _result(runner)
 
@@ -147,7 +147,7 @@ def test_several_epochs_equal_plain_pytorch(by_all: bool) -> None:
 
 
 def _interrupted(run_dir: Path, at: int) -> tuple[int, str]:
-    runner = _parts(run_dir, stop_at(at))
+    runner = _split_batches(run_dir, stop_at(at))
     runner.train()
     return runner.state.step, runner.state.stop_reason
 

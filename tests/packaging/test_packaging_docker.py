@@ -23,7 +23,7 @@ def instructions() -> list[tuple[str, str]]:
     return [tuple(line.split(maxsplit=1)) for line in instruction_lines]
 
 
-def of_kind(kind: str) -> list[str]:
+def select_kind(kind: str) -> list[str]:
     return [text for name, text in instructions() if name == kind]
 
 
@@ -46,14 +46,14 @@ def test_each_copied_file_exists_and_each_installed_extra_is_declared() -> None:
     names = {str(file) for file in context()}
     assert {name.partition("/")[0] for name in names} >= {*FOLDERS, "setup.cfg", "README.md"}
     assert not [name for name in names if name.startswith(("tests/", ".git", "docs/"))]
-    copied = [text.split()[0] for text in of_kind("COPY")]
+    copied = [text.split()[0] for text in select_kind("COPY")]
     assert copied == ["constraints.txt", "."]
     assert "constraints.txt" in names
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
-    arguments = dict(text.split("=", 1) for text in of_kind("ARG"))
+    arguments = dict(text.split("=", 1) for text in select_kind("ARG"))
     assert set(arguments["EXTRAS"].split(",")) <= set(parser["options.extras_require"])
-    assert "stepwrap[${EXTRAS}]" in of_kind("RUN")[-1]
+    assert "stepwrap[${EXTRAS}]" in select_kind("RUN")[-1]
     assert 'ENTRYPOINT ["stepwrap"]' in (ROOT / "Dockerfile").read_text()
     assert parser["options.entry_points"]["console_scripts"].strip().startswith("stepwrap =")
     shown = section(page("commands"), "In a container")
@@ -61,9 +61,9 @@ def test_each_copied_file_exists_and_each_installed_extra_is_declared() -> None:
 
 
 def test_the_commands_of_the_image_are_valid() -> None:
-    for text in of_kind("RUN"):
+    for text in select_kind("RUN"):
         subprocess.run(["bash", "-n", "-c", text], check=True)
-    pips = [text for text in of_kind("RUN") if text.startswith("pip install")]
+    pips = [text for text in select_kind("RUN") if text.startswith("pip install")]
     for text in pips:
         options = re.findall(r"(?<= )--?[a-z][\w-]*", text)
         command = [sys.executable, "-m", "pip", "install", "--help"]

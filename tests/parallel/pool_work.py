@@ -206,7 +206,7 @@ def signal_action(signum):
     return int(signal.getsignal(signum))
 
 
-def with_context(context, number=0):
+def use_context(context, number=0):
     return context, number
 
 

@@ -36,7 +36,7 @@ NESTED = st.recursive(
 FACTOR = 3
 
 
-def _by_wire(value: Any) -> Any:
+def _send_over_wire(value: Any) -> Any:
     return _wire.unpack(*_wire.pack(value, copy_tensor=True))
 
 
@@ -66,7 +66,7 @@ def test_around_the_size_that_goes_inline(count: int, kind: str) -> None:
 def test_read_only_arrays_stay_so() -> None:
     array = np.zeros(50_000)
     array.flags.writeable = False
-    arrived = _by_wire([array, np.asfortranarray(np.ones((300, 200)))])
+    arrived = _send_over_wire([array, np.asfortranarray(np.ones((300, 200)))])
     assert not arrived[0].flags.writeable
     assert arrived[1].flags.f_contiguous
     assert arrived[1].sum() == 60_000

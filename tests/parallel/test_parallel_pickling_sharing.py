@@ -33,19 +33,19 @@ METHODS = ["spawn", "fork", "forkserver"]
 Sent = Callable[[Any], Any]
 
 
-def _by_bytes(value: Any) -> Any:
+def _send_bytes(value: Any) -> Any:
     return loads(dumps(value, copy_tensor=False))
 
 
-def _by_wire(value: Any) -> Any:
+def _send_over_wire(value: Any) -> Any:
     return _wire.unpack(*_wire.pack(value, copy_tensor=False))
 
 
-BOTH = pytest.mark.parametrize("sent", [_by_bytes, _by_wire])
+BOTH = pytest.mark.parametrize("sent", [_send_bytes, _send_over_wire])
 
 
 @pytest.fixture
-def by_file_name() -> Iterator[None]:
+def send_file_name() -> Iterator[None]:
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     yield
@@ -81,8 +81,8 @@ def test_twice_in_one_message_and_in_two(sent: Sent) -> None:
 def test_both_ways_may_be_mixed() -> None:
     # Tensors keep the way in which they were first shared, by descriptor or by file name.
     left_tensor, second = torch.zeros(4), torch.zeros(4)
-    by_bytes, by_wire = _by_bytes(left_tensor), _by_wire(second)
-    for tensor, sent in ((left_tensor, _by_wire), (second, _by_bytes)):
+    by_bytes, by_wire = _send_bytes(left_tensor), _send_over_wire(second)
+    for tensor, sent in ((left_tensor, _send_over_wire), (second, _send_bytes)):
         address = tensor.data_ptr()
         sent(tensor).add_(1)
         assert tensor.data_ptr() == address, "others that have the memory lost it"
@@ -90,7 +90,7 @@ def test_both_ways_may_be_mixed() -> None:
     assert by_bytes.tolist() == by_wire.tolist() == [1] * 4
 
 
-@pytest.mark.usefixtures("by_file_name")
+@pytest.mark.usefixtures("send_file_name")
 def test_the_strategy_that_the_user_has_chosen() -> None:
     tensor = torch.zeros(4)
     packed = _wire.pack(tensor, copy_tensor=False)
@@ -107,7 +107,7 @@ def test_returned_tensors_are_the_same_memory(method: str) -> None:
     back: Any = SimpleQueue()
     # Shared before the start, so that a forked process knows it already.
     shared = torch.zeros(5).share_memory_()
-    _by_wire(shared)
+    _send_over_wire(shared)
     process = started(context, add_one, given_to, back)
     fresh = torch.zeros(100_000)
     for count in (1, 2, 3):
@@ -227,7 +227,7 @@ def test_a_failed_message_leaves_nothing_open(tmp_path: Path) -> None:
     (tmp_path / "numbers").write_bytes(bytes(12))
     mapped = torch.from_file(str(tmp_path / "numbers"), shared=False, size=3)
     tensors = [torch.zeros(3).share_memory_() for _ in range(5)]
-    _by_wire(tensors)
+    _send_over_wire(tensors)
     gc.collect()
     before = descriptors()
     with pytest.raises(TypeError):

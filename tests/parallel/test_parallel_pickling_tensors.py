@@ -18,15 +18,15 @@ from stepwrap.parallel import dumps, loads
 from stepwrap.transport import wire as _wire
 
 
-def _by_bytes(value: Any) -> Any:
+def _send_bytes(value: Any) -> Any:
     return loads(dumps(value))
 
 
-def _by_wire(value: Any) -> Any:
+def _send_over_wire(value: Any) -> Any:
     return _wire.unpack(*_wire.pack(value, copy_tensor=True))
 
 
-BOTH = pytest.mark.parametrize("sent", [_by_bytes, _by_wire])
+BOTH = pytest.mark.parametrize("sent", [_send_bytes, _send_over_wire])
 Sent = Callable[[Any], Any]
 
 
@@ -138,13 +138,13 @@ def test_sparse(sent: Sent, layout: str, requires_grad: bool) -> None:
 
 def test_sparse_tensors_are_not_kept_after_loading() -> None:
     # torch's own rebuild function adds each to a list that only torch.load clears.
-    arrived = weakref.ref(_by_bytes(torch.eye(3).to_sparse()))
+    arrived = weakref.ref(_send_bytes(torch.eye(3).to_sparse()))
     assert arrived() is None
 
 
 def test_uncoalesced_stays_so() -> None:
     tensor = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,), check_invariants=True)
-    arrived = _by_bytes(tensor)
+    arrived = _send_bytes(tensor)
     assert not arrived.is_coalesced()
     assert torch.equal(arrived._values(), tensor._values())
 
@@ -259,4 +259,4 @@ def test_default_device_of_the_receiver_does_not_matter(sent: Sent) -> None:
 def test_no_warning_for_ordinary_tensors() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _by_wire(_by_bytes([torch.zeros(3), nn.Linear(2, 2), torch.zeros(0)]))
+        _send_over_wire(_send_bytes([torch.zeros(3), nn.Linear(2, 2), torch.zeros(0)]))

@@ -75,7 +75,7 @@ class Thawing(Automatic):
         self.net[1].requires_grad_(self.current_epoch > 0)
 
 
-def _error_of(run: Callable[[], Any]) -> str:
+def _catch_error(run: Callable[[], Any]) -> str:
     try:
         run()
     except (RuntimeError, ValueError) as error:
@@ -118,20 +118,20 @@ def unusual_modules() -> dict[str, Any]:
     foreign = Automatic()
     _fit(foreign, StepStrategy("fsdp"))
     return {
-        "left by another": _error_of(lambda: _fit(foreign, StepStrategy())),
+        "left by another": _catch_error(lambda: _fit(foreign, StepStrategy())),
         "own, called": apart(_fit(OwnScale(), StepStrategy("fsdp")), plain),
-        "own, not called": _error_of(lambda: _fit(OwnScaleUncalled(), StepStrategy("fsdp"))),
+        "own, not called": _catch_error(lambda: _fit(OwnScaleUncalled(), StepStrategy("fsdp"))),
         "toggled": apart(_fit(Toggling(), StepStrategy("fsdp")), toggled),
         "thawed": apart(_fit(Thawing(), StepStrategy("fsdp"), max_epochs=2), _thawed_plainly()),
-        "averaged": _error_of(lambda: _fit(Automatic(), StepStrategy("fsdp"), callbacks=[swa])),
+        "averaged": _catch_error(lambda: _fit(Automatic(), StepStrategy("fsdp"), callbacks=[swa])),
         # Lightning's own sampler gives the first rank one more batch.
-        "unequal": _error_of(lambda: trainer.predict(Automatic(), data)),
-        "unequal at first": _error_of(
+        "unequal": _catch_error(lambda: trainer.predict(Automatic(), data)),
+        "unequal at first": _catch_error(
             lambda: make_trainer(
                 StepStrategy("fsdp"), num_sanity_val_steps=2, use_distributed_sampler=False
             ).fit(Automatic(), loader(), loader("val", 8 * (2 - dist.get_rank()), undivided=True))
         ),
-        "unequal by ddp": _error_of(
+        "unequal by ddp": _catch_error(
             lambda: make_trainer(StepStrategy()).predict(Automatic(), data)
         ),
     }

@@ -135,7 +135,7 @@ CASES = {
 EPOCHS = 2
 
 
-def by_the_runner(case: Case) -> dict[str, Tensor]:
+def train_with_runner(case: Case) -> dict[str, Tensor]:
     strategy = StepStrategy(case.wrapper, **case.options)
     model: Any = wrap_model(strategy.wrapper, case.model(), **case.options)
     loop = EpochTrainLoop(loader(), max_epochs=EPOCHS)
@@ -147,7 +147,7 @@ def by_the_runner(case: Case) -> dict[str, Tensor]:
     return {f"model.{name}": tensor.detach().clone() for name, tensor in full.items()}
 
 
-def by_the_trainer(case: Case, **options: Any) -> tuple[Any, StepLightningModule]:
+def train_with_trainer(case: Case, **options: Any) -> tuple[Any, StepLightningModule]:
     module = StepLightningModule(case.model(), optim_wrapper=case.optim)
     trainer = make_trainer(
         StepStrategy(case.wrapper, **case.options), **{"max_epochs": EPOCHS, **options}
@@ -161,8 +161,8 @@ def both_ways(names: list[str]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in names:
         case = CASES[name]
-        runner = by_the_runner(case)
-        trainer, module = by_the_trainer(case)
+        runner = train_with_runner(case)
+        trainer, module = train_with_trainer(case)
         names = [type(module_child).__name__ for module_child in module.model.modules()]
         results[name] = {
             "distance": apart(whole_weights(trainer), runner),

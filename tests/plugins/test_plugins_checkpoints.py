@@ -120,7 +120,7 @@ def test_layers_may_be_registered_in_another_order(
     assert run_ranks(_reordered, 2, wrapper, timeout_s=120) == pytest.approx([0, 0], abs=1e-6)
 
 
-def _again() -> dict[str, Any]:
+def _resume() -> dict[str, Any]:
     """Train, evaluate and train a module again by one Trainer, and load a file."""
     join_lightning()
     results = {}
@@ -143,7 +143,7 @@ def test_one_trainer_fits_tests_and_loads_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for rank in run_ranks(_again, 2, timeout_s=120):
+    for rank in run_ranks(_resume, 2, timeout_s=120):
         for moved, back, loss in rank.values():
             assert moved > 1e-3
             assert back == 0

@@ -101,7 +101,7 @@ def test_the_page_shows_the_strategy_correctly() -> None:
     exec(page.partition("```python\n")[2].partition("```")[0], {})
 
 
-def _without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+def _remove_option(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Import our modules again as if those packages were not installed."""
     for name in list(sys.modules):
         if name.split(".")[0] in names or name.startswith("stepwrap.plugins"):
@@ -111,6 +111,6 @@ def _without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 def test_without_lightning_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    _without(monkeypatch, "pytorch_lightning", "lightning_fabric", "lightning")
+    _remove_option(monkeypatch, "pytorch_lightning", "lightning_fabric", "lightning")
     with pytest.raises(ImportError, match=r"stepwrap\[lightning\]"):
         importlib.import_module("stepwrap.plugins.lightning")

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import pytest
-from worlds import in_group, in_world, raised_by
+from worlds import raised_by, run_group, run_world
 
 from stepwrap.rpc import RpcGroup, RpcReference, World, get_world
 
@@ -41,7 +41,7 @@ def _crowd(world: World, group: RpcGroup) -> None:
 
 @pytest.mark.slow
 def test_timeouts_arrive_while_all_threads_are_busy() -> None:
-    in_group(_crowd, 3, rpc_threads=2)
+    run_group(_crowd, 3, rpc_threads=2)
 
 
 _running: list[int] = []
@@ -64,7 +64,7 @@ def _many(world: World, group: RpcGroup) -> None:
 
 
 def test_as_many_calls_run_at_once_as_there_are_threads() -> None:
-    in_group(_many, 2, rpc_threads=3)
+    run_group(_many, 2, rpc_threads=3)
 
 
 _executions: list[RpcReference] = []
@@ -84,7 +84,7 @@ def num_executions() -> int:
     return len(_executions)
 
 
-@in_world(2)
+@run_world(2)
 def test_a_service_runs_once_whatever_it_raises(world: World, group: RpcGroup) -> None:
     if world.rank == 1:
         group.register("fetch", fetch)

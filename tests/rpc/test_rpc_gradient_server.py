@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from worlds import in_group
+from worlds import run_group
 
 from stepwrap.rpc import (
     OrderedServerBase,
@@ -98,7 +98,7 @@ def _twelve_pushes(world: World, group: RpcGroup) -> Any:
 @pytest.mark.slow
 def test_twelve_pushes_are_three_steps() -> None:
     """Two levels with batches of two make a step of four pushes; an earlier pull returns False."""
-    results = in_group(_twelve_pushes, 3)
+    results = run_group(_twelve_pushes, 3)
     expected = {"first": False, "pulled": True, "grad": [[0.0]], "attributes": []}
     assert expected.items() <= results[2].items()
     assert results[2]["published"] == results[2]["weight"] == pytest.approx(-0.2, abs=1e-12)
@@ -128,7 +128,7 @@ def _all_push(world: World, group: RpcGroup, method: str) -> Any:
 @pytest.mark.parametrize("method", ["sum", "mean"])
 def test_every_member_reduces_and_pushes(method: str) -> None:
     """By default all members are secondary reducers; gradients in no step count as pending."""
-    results = in_group(_all_push, 3, method)
+    results = run_group(_all_push, 3, method)
     scale = 0.1 if method == "sum" else 0.1 / 4
     weight = results[0][1]
     applied = round((1 - weight) / scale)
@@ -162,7 +162,7 @@ def _refusals(world: World, group: RpcGroup) -> Any:
 
 
 def test_only_the_client_gets_the_errors_of_its_wrong_pushes() -> None:
-    errors = in_group(_refusals, 3)[2]
+    errors = run_group(_refusals, 3)[2]
     assert errors["none"] == (
         "RuntimeError",
         "Parameter weight doesn't have gradient to push!",
@@ -175,7 +175,7 @@ def test_only_the_client_gets_the_errors_of_its_wrong_pushes() -> None:
     assert errors["weight"] == pytest.approx(0.6, abs=1e-12)
 
 
-def _without_a_model(world: World, group: RpcGroup) -> Any:
+def _serve_no_model(world: World, group: RpcGroup) -> Any:
     options = {"primary_reducer": "w0", "secondary_reducers": ["w1"], "reduce_batch_size": 2}
     server = PushPullGradServerImpl("server", group, **options)
     server.start()
@@ -215,7 +215,7 @@ def _without_a_model(world: World, group: RpcGroup) -> Any:
 
 
 def test_without_a_model_pushes_must_fit_the_sum_in_progress() -> None:
-    results = in_group(_without_a_model, 3)
+    results = run_group(_serve_no_model, 3)
     text = (
         "gradients must fit the managed model (without one, the pushes before): 'bias' unexpected"
     )
@@ -256,7 +256,7 @@ def _arguments(world: World, group: RpcGroup) -> Any:
 
 def test_arguments_are_checked_before_services_are_registered() -> None:
     for rank, (wrong, twice, is_whole, managed, late, version) in enumerate(
-        in_group(_arguments, 3)
+        run_group(_arguments, 3)
     ):
         assert [kind for kind, _ in wrong] == ["AssertionError"] * 6 + ["ValueError"] * 4
         assert twice[0] == "KeyError"
@@ -294,7 +294,7 @@ def _full(world: World, group: RpcGroup, policy: str) -> Any:
 
 @pytest.mark.parametrize("policy", ["block", "drop_oldest", "error"])
 def test_full_queues(policy: str) -> None:
-    primary, client, _ = in_group(_full, 3, policy, rpc_timeout=4)
+    primary, client, _ = run_group(_full, 3, policy, rpc_timeout=4)
     assert primary["pending"] == 4
     is_dropping = policy == "drop_oldest"
     assert client["pushes"] == [*[""] * 4, "" if is_dropping else queue.Full.__name__, ""]
@@ -351,7 +351,7 @@ class _Failing(torch.optim.SGD):
 
 
 def test_a_failed_step_raises_everywhere_and_training_can_continue() -> None:
-    primary, secondary, client = in_group(_failing_step, 3)
+    primary, secondary, client = run_group(_failing_step, 3)
     assert primary["watch"] == ("ArithmeticError", "this step fails")
     assert primary["dropped"] == 4
     assert secondary["watch"] == ("", "")
@@ -401,7 +401,7 @@ def _close_in_every_order(world: World, group: RpcGroup) -> list[Any]:
 
 
 def test_close_uses_the_pushes_that_fill_batches() -> None:
-    primary, secondary, _ = in_group(_close_in_every_order, 3)
+    primary, secondary, _ = run_group(_close_in_every_order, 3)
     assert primary == [(0, 0, pytest.approx(-0.2, abs=1e-12))] * 3
     assert [result[:2] for result in secondary] == [(0, 0)] * 3
 
@@ -448,7 +448,7 @@ def _push_while_closing(world: World, group: RpcGroup) -> Any:
 
 def test_a_client_that_pushes_while_the_server_closes() -> None:
     """Pushes that have returned are used, and the first one after that is an error."""
-    primary, _, client = in_group(_push_while_closing, 3)
+    primary, _, client = run_group(_push_while_closing, 3)
     pushes, answer, _ = client
     assert answer == ("RpcError", "the server 'server' is closing")
     assert primary[2] == pytest.approx(1 - 0.4 * (pushes // 4), abs=1e-12)
@@ -472,7 +472,7 @@ def _close_with_a_frozen_reducer(world: World, group: RpcGroup) -> Any:
 
 @pytest.mark.slow
 def test_close_has_a_time_limit() -> None:
-    answer = in_group(_close_with_a_frozen_reducer, 3, rpc_timeout=3)[0]
+    answer = run_group(_close_with_a_frozen_reducer, 3, rpc_timeout=3)[0]
     text = "close() of 'server': 'w1' has not reduced all full batches within 3 s"
     assert answer == (("RpcError", text), False)
 
@@ -519,7 +519,7 @@ def _refused_publish(world: World, group: RpcGroup) -> Any:
 
 def test_refused_publish_schedule_and_frozen_parameters() -> None:
     """A refused version is offered again; each step of the optimizer halves the rate."""
-    states, version, weight, steps = in_group(_refused_publish, 3)[0]
+    states, version, weight, steps = run_group(_refused_publish, 3)[0]
     assert states == [(1, 0), (2, 1), (2, 1)]
     assert version == 2
     assert steps == 3

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import slow
 from torch import Tensor, nn
-from worlds import in_group
+from worlds import run_group
 
 from stepwrap.rpc import PushPullGradServerImpl, RpcGroup, World
 from stepwrap.rpc.servers.reduction import Level, Push, Receipt, ReduceSettings, Reduction
@@ -27,7 +27,7 @@ def make_model(dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
 
 
-def loss_of(model: nn.Module, client: int, update: int) -> Tensor:
+def compute_loss(model: nn.Module, client: int, update: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * update + client)
     data = torch.randn(6, 5, generator=generator, dtype=torch.float64)
     out: Tensor = model(data.to(next(model.parameters()).dtype))
@@ -40,7 +40,7 @@ def plain_training(optimizer_name: str, dtype: torch.dtype) -> list[Tensor]:
     for update in range(UPDATES):
         optimizer.zero_grad()
         for client in range(CLIENTS):
-            (loss_of(model, client, update) / CLIENTS).backward()
+            (compute_loss(model, client, update) / CLIENTS).backward()
         optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 
@@ -66,7 +66,7 @@ def _train_in_step(
     for update in range(UPDATES):
         for number in (2 * rank - 2, 2 * rank - 1) if rank else ():
             model.zero_grad()
-            loss_of(model, number, update).backward()
+            compute_loss(model, number, update).backward()
             # A push also pulls, but newer versions come only after all have pushed.
             client.push(model)
         # Wait for the step that all have pushed for.
@@ -83,7 +83,7 @@ def _train_in_step(
 def test_clients_in_step_equal_plain_training(optimizer_name: str, dtype: torch.dtype) -> None:
     expected = plain_training(optimizer_name, dtype)
     limit = 1e-6 if dtype == torch.float32 else 1e-12
-    for parameters in in_group(_train_in_step, 3, optimizer_name, dtype):
+    for parameters in run_group(_train_in_step, 3, optimizer_name, dtype):
         for parameter, plain in zip(parameters, expected, strict=True):
             assert (parameter - plain).abs().max() <= limit
 

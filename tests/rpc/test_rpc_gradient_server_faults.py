@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from worlds import error_of, in_world
+from worlds import catch_error, run_world
 
 from stepwrap.rpc import PushPullGradServerImpl, RpcGroup, World
 from stepwrap.rpc.calls import node as node_of
@@ -26,7 +26,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@in_world(3)
+@run_world(3)
 def test_a_push_that_cannot_be_sent_again_is_counted_and_the_others_are_sent(
     world: World, group: RpcGroup
 ) -> None:
@@ -60,7 +60,7 @@ def test_a_push_that_cannot_be_sent_again_is_counted_and_the_others_are_sent(
         assert client.dropped == 1
 
 
-@in_world(2)
+@run_world(2)
 def test_the_primary_is_watched_after_a_first_attempt_has_failed(
     world: World, group: RpcGroup
 ) -> None:
@@ -74,7 +74,7 @@ def test_the_primary_is_watched_after_a_first_attempt_has_failed(
     server.start()
     group.barrier()
     if world.rank == 1:
-        assert "the primary reducer cannot be asked" in error_of(push, group)
+        assert "the primary reducer cannot be asked" in catch_error(push, group)
     group.barrier()
     if world.rank == 0:
         group.register(key, alive)
@@ -85,4 +85,4 @@ def test_the_primary_is_watched_after_a_first_attempt_has_failed(
         server.watch()
         group.registered_sync("server/_shut_out_service", ("excluded",))
         until(lambda: server._secondary.lost is not None)
-        assert error_of(server.watch) == "RpcError: the primary reducer is gone"
+        assert catch_error(server.watch) == "RpcError: the primary reducer is gone"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_rpc_model_server_traffic import counted
 from torch import nn
-from worlds import in_group
+from worlds import run_group
 
 from stepwrap.rpc import (
     OrderedServerSimple,
@@ -74,7 +74,7 @@ def _traffic(world: World, group: RpcGroup, kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["own", "apart", "plain"])
 def test_a_pull_of_known_weights_loads_them_and_moves_nothing(kind: str) -> None:
     """`own`: states and reducer in one process; `apart`: in two; `plain`: whole states only."""
-    primary, _, client = in_group(_traffic, 3, kind)
+    primary, _, client = run_group(_traffic, 3, kind)
     assert client["early"] is False
     assert client["again"] is client["push"] is True
     assert client["weight"].equal(primary["weight"])

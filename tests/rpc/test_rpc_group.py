@@ -10,7 +10,7 @@ import pytest
 import torch
 from marks import slow
 from torch.distributed.rpc import get_worker_info
-from worlds import in_group, in_world, let_go, raised_by, remote_traceback, wait_for_members
+from worlds import let_go, raised_by, remote_traceback, run_group, run_world, wait_for_members
 
 from stepwrap.rpc import RpcException, RpcGroup, RpcReference, World, get_cur_name
 
@@ -104,10 +104,10 @@ def _calls(world: World, group: RpcGroup) -> None:
 
 @pytest.mark.parametrize("size", [3, *slow(4)])
 def test_calls_by_name_rank_and_description_with_lambdas_and_tensors(size: int) -> None:
-    in_group(_calls, size)
+    run_group(_calls, size)
 
 
-@in_world(2)
+@run_world(2)
 def test_tensors_of_all_kinds_travel(world: World, group: RpcGroup) -> None:
     base = torch.arange(12.0)
     values = [
@@ -129,7 +129,7 @@ def test_tensors_of_all_kinds_travel(world: World, group: RpcGroup) -> None:
     assert twice[0] is twice[1]
 
 
-@in_world(2)
+@run_world(2)
 def test_remote_errors_keep_their_type_and_bring_their_traceback(
     world: World, group: RpcGroup
 ) -> None:
@@ -172,7 +172,7 @@ def test_remote_errors_keep_their_type_and_bring_their_traceback(
     assert pickle.loads(pickle.dumps(raised.value)).code == 7
 
 
-@in_world(2)
+@run_world(2)
 def test_bad_and_late_calls(world: World, group: RpcGroup) -> None:
     if world.rank != 0:
         return
@@ -233,7 +233,7 @@ def _values(world: World, group: RpcGroup) -> Any:
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_values_under_keys(size: int) -> None:
-    assert in_group(_values, size) == ["again"] * size
+    assert run_group(_values, size) == ["again"] * size
 
 
 def _meet(world: World, group: RpcGroup) -> Any:
@@ -248,7 +248,7 @@ def _meet(world: World, group: RpcGroup) -> Any:
 
 
 def test_a_barrier_names_late_members_and_works_again() -> None:
-    answers = in_group(_meet)
+    answers = run_group(_meet)
     late = ("RpcError", "barrier of group 'all': 'w2' has not arrived within 0.2 s")
     assert late in answers[:2]
     assert {kind for kind, _ in answers[:2]} == {"RpcError"}
@@ -266,7 +266,7 @@ def _many_barriers(world: World, group: RpcGroup) -> list[int]:
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_no_barrier_is_lost(size: int) -> None:
-    assert in_group(_many_barriers, size) == [list(range(100))] * size
+    assert run_group(_many_barriers, size) == [list(range(100))] * size
 
 
 def _use_handle(pair: RpcGroup) -> tuple[list[int], str, str, str]:
@@ -276,7 +276,7 @@ def _use_handle(pair: RpcGroup) -> tuple[list[int], str, str, str]:
     return values, name, raised_by(pair.pair, "k", 1)[0], raised_by(pair.barrier)[0]
 
 
-@in_world(3)
+@run_world(3)
 def test_groups_are_made_sent_destroyed_and_made_again(world: World, group: RpcGroup) -> None:
     assert group.get_group_name() == "all"
     assert group.get_group_members() == ["w0", "w1", "w2"]
@@ -330,7 +330,7 @@ def _disagree(world: World, group: RpcGroup) -> tuple[str, str] | None:
 
 
 def test_members_that_disagree_or_are_missing() -> None:
-    w0, second, third = in_group(_disagree)
+    w0, second, third = run_group(_disagree)
     assert w0[0] == second[0] == "ValueError"
     for text in (w0[1], second[1]):
         assert "gave the members 'w0', 'w1'" in text
@@ -344,7 +344,7 @@ def _kept_count() -> int:
     return len(_node.current().kept)
 
 
-@in_world(3)
+@run_world(3)
 def test_a_value_lives_as_long_as_its_references(world: World, group: RpcGroup) -> None:
     if world.rank == 1:
         remote_value = group.remote("w0", lambda: torch.ones(3))

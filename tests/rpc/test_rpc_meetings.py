@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from ranks import on_ranks, run_ranks
-from worlds import error_of, in_group, let_go, wait_for_members
+from worlds import catch_error, let_go, run_group, wait_for_members
 
 from stepwrap.rpc import RpcGroup, World
 from stepwrap.rpc.calls import node as node_of
@@ -20,8 +20,8 @@ def _two_threads(world: World, group: RpcGroup) -> list[str]:
         wait_for_members(1)
         return []
     pair = [
-        threading.Thread(target=lambda: answers.append(error_of(group.barrier, timeout=1.5))),
-        threading.Thread(target=lambda: answers.append(error_of(group.barrier, timeout=0.3))),
+        threading.Thread(target=lambda: answers.append(catch_error(group.barrier, timeout=1.5))),
+        threading.Thread(target=lambda: answers.append(catch_error(group.barrier, timeout=0.3))),
     ]
     answers: list[str] = []
     for thread in pair:
@@ -35,7 +35,7 @@ def _two_threads(world: World, group: RpcGroup) -> list[str]:
 
 @pytest.mark.slow
 def test_no_thread_passes_a_barrier_because_another_gives_up() -> None:
-    answers = in_group(_two_threads, 2)[0]
+    answers = run_group(_two_threads, 2)[0]
     assert answers == [
         "RpcError: barrier of group 'all': 'w1' has not arrived within 0.3 s",
         "RpcError: barrier of group 'all': 'w1' has not arrived within 1.5 s",
@@ -47,7 +47,7 @@ def _old_and_new(world: World, group: RpcGroup) -> Any:
     answer: list[str] = []
     old_group = world.create_rpc_group("pair", ["w0", "w1"])
     if world.rank == 1:
-        waiting = threading.Thread(target=lambda: answer.append(error_of(old_group.barrier)))
+        waiting = threading.Thread(target=lambda: answer.append(catch_error(old_group.barrier)))
         waiting.start()
         time.sleep(0.3)
     old_group.destroy()
@@ -55,7 +55,7 @@ def _old_and_new(world: World, group: RpcGroup) -> Any:
         waiting.join()
     new_group = world.create_rpc_group("pair", ["w0", "w1"])
     if world.rank == 1:
-        answer.append(error_of(new_group.barrier, timeout=0.3))
+        answer.append(catch_error(new_group.barrier, timeout=0.3))
         group.rpc_sync("w0", let_go)
     else:
         wait_for_members(1)
@@ -64,7 +64,7 @@ def _old_and_new(world: World, group: RpcGroup) -> Any:
 
 
 def test_a_barrier_of_a_destroyed_group_does_not_match_its_successors() -> None:
-    answer = in_group(_old_and_new, 2)[1]
+    answer = run_group(_old_and_new, 2)[1]
     assert answer[0].startswith("RuntimeError: group 'pair' has been destroyed in 'w1'")
     assert answer[1] == "RpcError: barrier of group 'pair': 'w0' has not arrived within 0.3 s"
 
@@ -76,7 +76,7 @@ def _one_is_late(world: World, group: RpcGroup) -> str:
         wait_for_members(1)
         group.barrier()
         return ""
-    answer = error_of(group.barrier, timeout=0.5 + 0.5 * world.rank)
+    answer = catch_error(group.barrier, timeout=0.5 + 0.5 * world.rank)
     if world.rank == 1:
         group.rpc_sync("w2", let_go)
     group.barrier()
@@ -84,7 +84,7 @@ def _one_is_late(world: World, group: RpcGroup) -> str:
 
 
 def test_a_member_that_timed_out_is_not_reported_as_missing() -> None:
-    answers = in_group(_one_is_late)
+    answers = run_group(_one_is_late)
     assert answers[:2] == [
         "RpcError: barrier of group 'all': 'w2' has not arrived within 0.5 s",
         "RpcError: barrier of group 'all': 'w2' has not arrived within 1 s",
@@ -96,7 +96,7 @@ def test_destroying_after_the_end_of_the_world() -> None:
     with World(f"w{dist.get_rank()}") as world:
         group = world.create_rpc_group("all", world.get_members())
     group.destroy()
-    answer = error_of(group.barrier)
+    answer = catch_error(group.barrier)
     assert answer.startswith("RuntimeError: this process must be in a world with RPC")
 
 
@@ -110,7 +110,7 @@ def _one_dies(reported: Path) -> str:
     # Rank 1 comes late; rank 0 must not wait for it.
     while world.rank == 1 and not reported.exists():
         time.sleep(0.01)
-    answer = error_of(group.barrier)
+    answer = catch_error(group.barrier)
     reported.touch()
     world.stop()
     return answer
@@ -153,21 +153,21 @@ def _arrives_after_giving_up(world: World, group: RpcGroup) -> str:
         directory.meet = late  # type: ignore[method-assign]
         directory.give_up = then_set(gave_up, give_up)  # type: ignore[method-assign]
         assert gave_up.wait(20)
-    answer = error_of(group.barrier, timeout=0.3 if world.rank else 0.5)
+    answer = catch_error(group.barrier, timeout=0.3 if world.rank else 0.5)
     # Otherwise the next barrier of rank 1 meets the barrier of rank 0.
     world.create_rpc_group("after", world.get_members())
     return answer
 
 
 def test_an_arrival_that_is_served_after_giving_up_does_not_count() -> None:
-    error_0, second = in_group(_arrives_after_giving_up, 2)
+    error_0, second = run_group(_arrives_after_giving_up, 2)
     assert error_0 == "RpcError: barrier of group 'all': 'w1' has not arrived within 0.5 s"
     assert second == "RpcError: barrier of group 'all': 'w0' has not arrived within 0.3 s"
 
 
 def _error_comes_late(world: World, group: RpcGroup) -> str:
     if world.rank == 1:
-        return error_of(world.create_rpc_group, "pair", ["w0", "w1"], timeout=0.5)
+        return catch_error(world.create_rpc_group, "pair", ["w0", "w1"], timeout=0.5)
     directory = _directory()
     meet, give_up = directory.meet, directory.give_up
     arrived, gave_up = threading.Event(), threading.Event()
@@ -182,10 +182,10 @@ def _error_comes_late(world: World, group: RpcGroup) -> str:
     directory.meet = slow  # type: ignore[method-assign]
     directory.give_up = then_set(gave_up, give_up)  # type: ignore[method-assign]
     assert arrived.wait(20)
-    return error_of(world.create_rpc_group, "pair", ["w0"])
+    return catch_error(world.create_rpc_group, "pair", ["w0"])
 
 
 def test_a_member_that_gives_up_gets_the_error_of_the_meeting() -> None:
-    error_0, second = in_group(_error_comes_late, 2)
+    error_0, second = run_group(_error_comes_late, 2)
     assert error_0 == second
     assert error_0 == "ValueError: 'w0' gave the members 'w0', but 'w1' gave the members 'w0', 'w1'"

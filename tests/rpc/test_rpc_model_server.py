@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from worlds import in_group, in_world, model_client
+from worlds import model_client, run_group, run_world
 
 from stepwrap.rpc import (
     OrderedServerBase,
@@ -41,7 +41,7 @@ class Net(nn.Module):
         return values.pop()
 
 
-@in_world(3)
+@run_world(3)
 def test_pull_loads_the_pushed_values(world: World, group: RpcGroup) -> None:
     rank = world.rank
     server = model_client(group)
@@ -99,7 +99,7 @@ def _refuse(world: World, group: RpcGroup) -> Any:
 
 
 def test_a_refused_push_loads_the_newest_version_unless_disabled() -> None:
-    w0, second, third = in_group(_refuse, 3)
+    w0, second, third = run_group(_refuse, 3)
     assert w0 == second == (None, 7.0, 3)
     assert third == ((2.0, 0), 7.0, 3)
 
@@ -124,7 +124,7 @@ def test_refused_with_nothing_to_pull_is_an_error() -> None:
         PushPullModelServer("model").pull(Net())
 
 
-@in_world(3)
+@run_world(3)
 def test_clients_that_race_lose_no_accepted_push(world: World, group: RpcGroup) -> None:
     rank = world.rank
     server = model_client(group)
@@ -169,13 +169,13 @@ def _restart(world: World, group: RpcGroup, versions: int, pushes_before_clients
 
 
 def test_a_restarted_server_accepts_the_next_push() -> None:
-    results = in_group(_restart, 3, 3, False)
+    results = run_group(_restart, 3, 3, False)
     assert results == [(False, 1.0, 4), (True, 1.0, 4), (False, 1.0, 4)]
 
 
 @pytest.mark.parametrize("versions", [1, 3])
 def test_clients_follow_a_restarted_server_with_any_version(versions: int) -> None:
-    assert in_group(_restart, 3, versions, True) == [(False, 8.0, 1)] * 3
+    assert run_group(_restart, 3, versions, True) == [(False, 8.0, 1)] * 3
 
 
 def _use_own(world: World, group: RpcGroup) -> Any:
@@ -201,13 +201,13 @@ def _use_own(world: World, group: RpcGroup) -> Any:
 
 
 def test_any_ordered_server_keeps_models() -> None:
-    accepted, values, versions = zip(*in_group(_use_own, 3), strict=True)
+    accepted, values, versions = zip(*run_group(_use_own, 3), strict=True)
     assert sorted(accepted) == [False, False, True]
     assert values == (10.0,) * 3
     assert versions == (2,) * 3
 
 
-@in_world(3)
+@run_world(3)
 def test_another_model_is_an_error_that_leaves_it_unchanged(world: World, group: RpcGroup) -> None:
     rank = world.rank
     server = model_client(group)

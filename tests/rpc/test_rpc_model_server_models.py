@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from worlds import Local, in_group, model_client
+from worlds import Local, model_client, run_group
 
 from stepwrap.rpc import (
     PushPullModelServer,
@@ -156,6 +156,6 @@ def _trained(world: World, group: RpcGroup, kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["torch", "step", "sharded"])
 def test_wrapped_models_are_pushed_and_pulled(kind: str) -> None:
-    accepted, *results = zip(*in_group(_trained, 3, kind), strict=True)
+    accepted, *results = zip(*run_group(_trained, 3, kind), strict=True)
     assert sorted(accepted) == [False, False, True]
     assert results == [(True,) * 3, (True,) * 3, (2,) * 3, (2,) * 3]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import in_group, in_world, model_client
+from worlds import model_client, run_group, run_world
 
 from stepwrap.rpc import RpcGroup, World
 from stepwrap.rpc.calls import calls as _calls
@@ -107,7 +107,7 @@ def _frozen(world: World, group: RpcGroup) -> list[tuple[int, int]]:
 
 
 def test_a_frozen_backbone_travels_once() -> None:
-    _, counts, _ = in_group(_frozen, 3)
+    _, counts, _ = run_group(_frozen, 3)
     for sent, received in (counts[0][::-1], counts[1]):
         assert sent < LITTLE
         assert received > MEGABYTE
@@ -146,7 +146,7 @@ def _trained(world: World, group: RpcGroup) -> list[tuple[int, int]]:
 
 def test_tensors_that_always_change_are_compared_from_time_to_time() -> None:
     """A model that is not trained any more is soon not sent any more."""
-    _, counts, _ = in_group(_trained, 3)
+    _, counts, _ = run_group(_trained, 3)
     sizes = [sent + received for sent, received in counts]
     assert max(sizes[16:]) < LITTLE
 
@@ -173,12 +173,12 @@ def _refused(world: World, group: RpcGroup) -> list[tuple[int, int]]:
 
 
 def test_tensors_sent_by_a_refused_push_are_loaded_again() -> None:
-    _, counts, _ = in_group(_refused, 3)
+    _, counts, _ = run_group(_refused, 3)
     for sent, received in counts:
         assert sent + received < 2 * LITTLE
 
 
-@in_world(3)
+@run_world(3)
 def test_states_pushed_past_the_model_server_are_pulled(world: World, group: RpcGroup) -> None:
     server = model_client(group)
     plain_server = group.get_paired("server_o_server").to_here()
@@ -238,4 +238,4 @@ def _special(world: World, group: RpcGroup) -> bool:
 
 
 def test_changes_are_found_bit_by_bit_and_models_may_go() -> None:
-    assert in_group(_special, 3) == [True] * 3
+    assert run_group(_special, 3) == [True] * 3

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from worlds import in_group, in_world, ordered_server
+from worlds import ordered_server, run_group, run_world
 
 from stepwrap.rpc import (
     OrderedServerBase,
@@ -143,7 +143,7 @@ def _share(world: World, group: RpcGroup) -> Any:
 
 
 def test_changes_of_pushed_and_pulled_values_are_not_shared() -> None:
-    results = in_group(_share, 3)
+    results = run_group(_share, 3)
     accepted, firsts, agains = zip(*results, strict=True)
     assert sorted(accepted) == [False, False, True]
     winner = accepted.index(True)
@@ -151,7 +151,7 @@ def test_changes_of_pushed_and_pulled_values_are_not_shared() -> None:
     assert firsts == agains
 
 
-@in_world(3)
+@run_world(3)
 def test_a_name_is_taken_until_the_server_is_closed(world: World, group: RpcGroup) -> None:
     rank = world.rank
     if rank == 0:
@@ -223,7 +223,7 @@ def _count(world: World, group: RpcGroup) -> Any:
 
 
 def test_no_push_is_lost_between_threads_and_processes() -> None:
-    results = in_group(_count, 3)
+    results = run_group(_count, 3)
     assert [newest for _, newest in results] == [(90, 90)] * 3
     assert sorted(sum((accepted for accepted, _ in results), [])) == list(range(90))
 
@@ -243,7 +243,7 @@ def _living() -> int:
     return len(Counted.living)
 
 
-@in_world(3)
+@run_world(3)
 def test_dropped_and_refused_values_are_freed(world: World, group: RpcGroup) -> None:
     rank = world.rank
     if rank == 0:

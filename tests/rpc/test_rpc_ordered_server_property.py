@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from worlds import in_group, ordered_server
+from worlds import ordered_server, run_group
 
 from stepwrap.rpc import OrderedServerSimpleImpl, RpcGroup, World
 
@@ -90,7 +90,7 @@ def _play(
 def test_from_several_processes_it_is_one_chain(
     all_scripts: list[list[tuple[str, str]]], depth: int
 ) -> None:
-    events = sum(in_group(_play, 3, all_scripts, depth), [])
+    events = sum(run_group(_play, 3, all_scripts, depth), [])
     for key in KEYS:
         Judge([event for event in events if event.key == key], depth).judge()
 

@@ -92,7 +92,7 @@ def test_the_calls_of_a_group() -> None:
         assert result["groups"] == []
 
 
-def by_line(code: str, names: dict[str, Any]) -> list[str]:
+def split_lines(code: str, names: dict[str, Any]) -> list[str]:
     """Run code line by line; return the `repr` of each expression."""
     values = []
     for line in code.splitlines():
@@ -109,7 +109,7 @@ def _servers(code: str, names: dict[str, Any]) -> list[str]:
         group = world.create_rpc_group("all", NAMES)
         values = []
         if world.name == "learner":
-            values = by_line(code, {"group": group, **names})
+            values = split_lines(code, {"group": group, **names})
         group.barrier()
         return values
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from test_rpc_calls import own_group, raised_by
-from worlds import in_world, remote_traceback
+from worlds import remote_traceback, run_world
 
 from stepwrap.parallel import RemoteError, ThreadPool
 from stepwrap.rpc import RpcException, RpcGroup, World
@@ -39,7 +39,7 @@ def ragged() -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore")
-@in_world(2)
+@run_world(2)
 def test_tensors_of_layouts_that_torch_cannot_send(world: World, group: RpcGroup) -> None:
     if world.rank != 0:
         return
@@ -68,7 +68,7 @@ def leave() -> None:
     raise SystemExit(3)
 
 
-@in_world(2)
+@run_world(2)
 def test_a_call_that_does_not_begin_ends_the_wait_for_its_value(
     world: World, group: RpcGroup
 ) -> None:
@@ -87,7 +87,7 @@ def test_a_call_that_does_not_begin_ends_the_wait_for_its_value(
         assert kept_in_the_end(group, "w1") == 0
 
 
-@in_world(3)
+@run_world(3)
 def test_no_value_outlives_its_references(world: World, group: RpcGroup) -> None:
     if world.rank == 0:
         for _ in range(200):
@@ -139,7 +139,7 @@ def fail(error: Exception) -> None:
     raise error
 
 
-@in_world(2)
+@run_world(2)
 def test_errors_of_all_kinds_bring_their_traceback(world: World, group: RpcGroup) -> None:
     if world.rank != 0:
         return
@@ -162,7 +162,7 @@ def fail_with_a_large_value() -> None:
     raise LookupError(bytes(17 << 20))
 
 
-@in_world(2)
+@run_world(2)
 def test_errors_bring_references_and_large_values(world: World, group: RpcGroup) -> None:
     if world.rank == 0:
         for _ in range(10):
@@ -195,7 +195,7 @@ def fail_as_a_pool_does() -> None:
     raise RemoteError("Hidden", "secret", "of the worker")
 
 
-@in_world(2)
+@run_world(2)
 def test_errors_of_pools_in_the_callee(world: World, group: RpcGroup) -> None:
     if world.rank != 0:
         return
@@ -211,7 +211,7 @@ def test_errors_of_pools_in_the_callee(world: World, group: RpcGroup) -> None:
             assert phrase in told_here
 
 
-@in_world(2)
+@run_world(2)
 def test_odd_timeouts(world: World, group: RpcGroup) -> None:
     if world.rank == 0:
         for timeout in (1e-9, 0.0004):

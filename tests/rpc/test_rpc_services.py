@@ -6,7 +6,7 @@ import time
 import pytest
 from torch.distributed.rpc import functions
 from torch.futures import Future
-from worlds import in_group, raised_by, remote_traceback
+from worlds import raised_by, remote_traceback, run_group
 
 from stepwrap.rpc import RpcGroup, World
 
@@ -104,4 +104,4 @@ def _services(world: World, group: RpcGroup) -> None:
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_services_under_keys(size: int) -> None:
-    in_group(_services, size)
+    run_group(_services, size)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from marks import slow
 from ports import free_port
-from worlds import error_of, run_and_expect
+from worlds import catch_error, run_and_expect
 
 from stepwrap.collectives import get_rank
 from stepwrap.rpc import World, get_cur_name
@@ -59,14 +59,14 @@ def call_around(world: World) -> tuple[str, float]:
     return name, value.item()
 
 
-def _by_launch() -> tuple[tuple[str, float], int]:
+def _start_by_launch() -> tuple[tuple[str, float], int]:
     with World(f"w{get_rank()}") as world:
         return call_around(world), os.getpid()
 
 
 @pytest.mark.slow
 def test_by_launch() -> None:
-    results = launch(_by_launch, nproc=3)
+    results = launch(_start_by_launch, nproc=3)
     assert [answer for answer, _ in results.values()] == [("w1", 3.0), ("w2", 3.0), ("w0", 3.0)]
     assert not any(is_alive(pid) for _, pid in results.values())
 
@@ -93,7 +93,7 @@ def test_by_torchrun_which_starts_all_again_when_one_is_killed(killed: str, tmp_
     assert not any(is_alive(pid) for pid in pids)
 
 
-def _by_spawn(rank: int, port: int, folder: Path) -> None:
+def _start_by_spawn(rank: int, port: int, folder: Path) -> None:
     with World(f"w{rank}", rank, 3, dist_init_method=f"tcp://127.0.0.1:{port}") as world:
         name, total = call_around(world)
     (folder / f"{rank}").write_text(f"{name} {total} {os.getpid()}")
@@ -101,7 +101,7 @@ def _by_spawn(rank: int, port: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_by_torch_multiprocessing(tmp_path: Path) -> None:
-    mp.spawn(_by_spawn, (free_port(), tmp_path), nprocs=3)
+    mp.spawn(_start_by_spawn, (free_port(), tmp_path), nprocs=3)
     results = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
     assert [result[:2] for result in results] == [["w1", "3.0"], ["w2", "3.0"], ["w0", "3.0"]]
     assert not any(is_alive(int(pid)) for *_, pid in results)
@@ -123,11 +123,11 @@ def _lose(world: World, dead: str) -> dict[str, str]:
     # Long enough that an error about a timeout means that the death went unnoticed.
     limit = 40
     return {
-        "in flight": error_of(sleeping.wait),
-        "sync": error_of(group.rpc_sync, dead, abs, limit, (1,)),
-        "async": error_of(group.rpc_async(dead, abs, limit, (1,)).wait),
-        "barrier": error_of(group.barrier, timeout=limit),
-        "group": error_of(world.create_rpc_group, "new", world.get_members(), timeout=limit),
+        "in flight": catch_error(sleeping.wait),
+        "sync": catch_error(group.rpc_sync, dead, abs, limit, (1,)),
+        "async": catch_error(group.rpc_async(dead, abs, limit, (1,)).wait),
+        "barrier": catch_error(group.barrier, timeout=limit),
+        "group": catch_error(world.create_rpc_group, "new", world.get_members(), timeout=limit),
     }
 
 
@@ -135,7 +135,7 @@ def _outlive(rank: int, port: int, dead: str, folder: Path) -> None:
     world = World(f"w{rank}", rank, 3, dist_init_method=f"tcp://127.0.0.1:{port}")
     errors = _lose(world, dead)
     if dead == "w0":
-        errors["stop"] = error_of(world.stop, timeout=40)
+        errors["stop"] = catch_error(world.stop, timeout=40)
     else:
         living = world.create_rpc_group("living", ["w0", "w1"])
         assert living.rpc_sync(1 - rank, get_cur_name) == f"w{1 - rank}"

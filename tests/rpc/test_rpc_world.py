@@ -80,7 +80,7 @@ def test_without_calls() -> None:
         )
 
 
-def _without_collectives(url: str) -> tuple[str, str]:
+def _call_no_collectives(url: str) -> tuple[str, str]:
     rank = rank_without_group()
     with World(f"w{rank}", rank, 3, init_dist=False, dist_init_method=url) as world:
         assert not dist.is_initialized()
@@ -93,7 +93,7 @@ def _without_collectives(url: str) -> tuple[str, str]:
 
 def test_without_collectives() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
-    for answer in run_ranks(_without_collectives, 3, url):
+    for answer in run_ranks(_call_no_collectives, 3, url):
         assert answer[0] == "RuntimeError"
         assert "init_dist=False" in answer[1]
 

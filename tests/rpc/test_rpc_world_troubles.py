@@ -17,7 +17,7 @@ from ports import free_port
 from ranks import run_ranks
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
-from worlds import error_of, raised_by, rank_without_group, run_and_expect
+from worlds import catch_error, raised_by, rank_without_group, run_and_expect
 
 from stepwrap.rpc import RpcError, World, get_world
 from stepwrap.rpc.world.agent import listen_on_loopback
@@ -72,7 +72,7 @@ def _die_after_meeting(rank: int, url: str, folder: Path) -> None:
     while len(list(folder.glob("here_*"))) < 3:
         time.sleep(0.01)
     options = {"dist_init_method": url, "dist_timeout": 4, "init_dist": folder.name == "dist"}
-    (folder / str(rank)).write_text(error_of(World, f"w{rank}", rank, 3, **options))
+    (folder / str(rank)).write_text(catch_error(World, f"w{rank}", rank, 3, **options))
 
 
 @pytest.mark.parametrize("step", ["calls", *slow("collectives")])
@@ -273,7 +273,7 @@ def _die_without_calls(rank: int, url: str, folder: Path) -> None:
     if rank == 0:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
-    (folder / "error").write_text(error_of(world.stop, 20))
+    (folder / "error").write_text(catch_error(world.stop, 20))
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def raised_by(fn: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
     raise AssertionError("nothing was raised")
 
 
-def error_of(fn: Any, *args: Any, **kwargs: Any) -> str:
+def catch_error(fn: Any, *args: Any, **kwargs: Any) -> str:
     """Return the error that a call raises as "Type: text"."""
     return ": ".join(raised_by(fn, *args, **kwargs))
 
@@ -66,12 +66,12 @@ def rank_without_group() -> int:
     return rank
 
 
-def in_group(body: Body, size: int = 3, *args: Any, **options: Any) -> list[Any]:
+def run_group(body: Body, size: int = 3, *args: Any, **options: Any) -> list[Any]:
     """Run `body(world, group, *args)` on every rank in a group of all; end with a barrier."""
-    return run_ranks(_in_group, size, body, options, *args)
+    return run_ranks(_run_group, size, body, options, *args)
 
 
-def _in_group(body: Body, options: dict[str, Any], *args: Any) -> Any:
+def _run_group(body: Body, options: dict[str, Any], *args: Any) -> Any:
     with World(f"w{dist.get_rank()}", **{"rpc_timeout": 30} | options) as world:
         group: RpcGroup = world.create_rpc_group("all", world.get_members())
         result = body(world, group, *args)
@@ -111,8 +111,8 @@ def ordered_server(depth: Any = 1, *, is_member: bool = True, **options: Any) ->
     return OrderedServerSimpleImpl("server", group, depth, **options)
 
 
-def in_world(size: int) -> Callable[[Body], Callable[[], None]]:
-    """Run the body of a test on every rank by `in_group`."""
+def run_world(size: int) -> Callable[[Body], Callable[[], None]]:
+    """Run the body of a test on every rank by `run_group`."""
 
     def decorate(test: Body) -> Callable[[], None]:
         @functools.wraps(test)
@@ -120,7 +120,7 @@ def in_world(size: int) -> Callable[[Body], Callable[[], None]]:
             if test_args:
                 test(*test_args)
             else:
-                in_group(run, size)
+                run_group(run, size)
 
         # Otherwise pytest takes the world and the group for fixtures.
         del run.__wrapped__  # type: ignore[attr-defined]

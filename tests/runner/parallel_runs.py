@@ -135,7 +135,7 @@ def trained(config: dict[str, Any]) -> dict[str, Tensor]:
     return whole_weights(runner.state.model.module)
 
 
-def by_hand(config: dict[str, Any]) -> dict[str, Tensor]:
+def train_plainly(config: dict[str, Any]) -> dict[str, Tensor]:
     """Train the same model on whole batches by plain PyTorch."""
     arguments = {k: v for k, v in config["model"]["net"].items() if k != "type"}
     torch.manual_seed(config.get("seed", 0))

@@ -48,7 +48,7 @@ def base(dtype: str) -> dict[str, Tensor]:
     return {f"net.{n}": param.detach() for n, param in Transformer(dtype).named_parameters()}
 
 
-def by_hand(section: dict[str, Any], dtype: str = "float64", amp: bool = False) -> nn.Module:
+def train_plainly(section: dict[str, Any], dtype: str = "float64", amp: bool = False) -> nn.Module:
     """Train by plain peft and PyTorch on whole batches; return the net."""
     net = Transformer(dtype)
     net.load_state_dict({n.removeprefix("net."): value for n, value in base(dtype).items()})
@@ -86,7 +86,7 @@ def latest(run_dir: str) -> str:
     return str(find_checkpoint(run_dir))
 
 
-def config_of(
+def make_config(
     section: dict[str, Any], data_size: int = 1, dtype: str = "float64", **sections: Any
 ) -> dict[str, Any]:
     torch.save(base(dtype), "base.pt")
@@ -145,10 +145,10 @@ def test_like_plain_peft_and_after_a_resume(form: str, adapter: str) -> None:
     # PiSSA computes its initial values in float32 only.
     dtype = "float32" if form in ("meta", "amp") or adapter == "PiSSA" else "float64"
     options = ADAPTERS[adapter]
-    config = config_of(
+    config = make_config(
         options if "type" in options else {**SECTION, **options}, data_size, dtype, **sections
     )
-    net = by_hand(options if "type" in options else {**LORA, **options}, dtype, form == "amp")
+    net = train_plainly(options if "type" in options else {**LORA, **options}, dtype, form == "amp")
     expected = parameters(net)
     limit = 1e-12 if dtype == "float64" else 1e-6
     if ranks == 1 and form != "compiled":
@@ -185,9 +185,9 @@ def outputs(net: nn.Module) -> Tensor:
 def test_merged_exported_and_continued(capsys: Capture) -> None:
     import peft
 
-    config = config_of(SECTION, run_dir="runs/tuned")
+    config = make_config(SECTION, run_dir="runs/tuned")
     Runner.from_config(config).train()
-    expected = outputs(by_hand(LORA))
+    expected = outputs(train_plainly(LORA))
     merged = load_model("runs/tuned")
     torch.testing.assert_close(outputs(merged.net), expected, rtol=0, atol=1e-12)
     assert list(merged.state_dict()) == list(base("float64"))
@@ -394,7 +394,7 @@ def test_initial_weights_from_batches_are_refused() -> None:
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_in_the_section(name: str) -> None:
     sections, texts = MISTAKES[name]
-    config = {**config_of(SECTION), **sections}
+    config = {**make_config(SECTION), **sections}
     with pytest.raises((ConfigError, BuildError)) as error:
         Runner.from_config({key: value for key, value in config.items() if value is not None})
     for text in texts:
@@ -415,7 +415,7 @@ def test_without_peft_the_error_names_the_extra(
 
 
 def test_an_initial_value_that_needs_the_base_is_refused_on_meta() -> None:
-    config = config_of({**SECTION, "use_dora": True}, dtype="float32", **FORMS["meta"][2])
+    config = make_config({**SECTION, "use_dora": True}, dtype="float32", **FORMS["meta"][2])
     for error in run_ranks(_build_error, 1, config):
         assert "lora_magnitude_vector" in error
         assert "use init_device: auto" in error
@@ -428,7 +428,7 @@ def _build_error(config: dict[str, Any]) -> str:
 
 
 def test_another_adapter_or_base_is_refused() -> None:
-    config = config_of(SECTION, run_dir="runs/tuned")
+    config = make_config(SECTION, run_dir="runs/tuned")
     Runner.from_config(config).train()
     for section, text in {
         "r": "net.embed.lora_embedding_A: shape (2, 12) in the checkpoint, (4, 12)",

@@ -64,8 +64,8 @@ class Hand:
             self.scales.append(scaler.get_scale())
             self._follow(net)
             if self.decay is not None and at % 4 == 3:
-                self.losses.append(loss_of(self.average))
-        return named(net)
+                self.losses.append(compute_loss(self.average))
+        return name_model(net)
 
     def _clip(self, net: nn.Module) -> None:
         if self.clip is not None:
@@ -76,17 +76,17 @@ class Hand:
 
     def _follow(self, net: nn.Module) -> None:
         if self.decay is not None:
-            for name, value in named(net).items():
+            for name, value in name_model(net).items():
                 before = self.average.get(name)
                 mixed = value if before is None else torch.lerp(before, value, 1 - self.decay)
                 self.average[name] = mixed.clone()
 
 
-def named(net: nn.Module) -> dict[str, Tensor]:
+def name_model(net: nn.Module) -> dict[str, Tensor]:
     return {f"net.{name}": value.detach().clone() for name, value in net.named_parameters()}
 
 
-def loss_of(weights: dict[str, Tensor]) -> float:
+def compute_loss(weights: dict[str, Tensor]) -> float:
     """Return the loss of all data with these weights."""
     params = {name.removeprefix("net."): value for name, value in weights.items()}
     words = Sentences().words
@@ -187,4 +187,4 @@ def test_averaged_weights_are_evaluated(form: str) -> None:
     for weights, _, losses in run_ranks(run, 2, form, "float64", sections):
         assert apart(weights, expected) <= 1e-12
         assert losses == pytest.approx(hand.losses, abs=1e-12)
-    assert abs(loss_of(expected) - hand.losses[-1]) > 1e-3
+    assert abs(compute_loss(expected) - hand.losses[-1]) > 1e-3

@@ -180,7 +180,7 @@ def test_compressing_hooks(name: str, bound: float, tmp_path: Path) -> None:
     assert 1e-9 < farthest(run_ranks(train, 2, config, tmp_path), alone()) <= bound
 
 
-def by_torch(hook: str) -> Tensor:
+def train_with_torch(hook: str) -> Tensor:
     """Train with torch's own parts; return the weights."""
     net = Net()
     wrapped = DistributedDataParallel(net)
@@ -213,7 +213,7 @@ def test_hooks_of_torch_with_options(hook: str, tmp_path: Path) -> None:
         averaging = {"type": "PostLocalSGD", "period": 3, "warmup_steps": 2}
         changes["optimizer"] = {**averaging, "optimizer_class": "SGD", **SGD}
     config = settings({"type": "ddp", "comm_hook": {"type": hook, **options}}, **changes)
-    expected = run_ranks(by_torch, 2, hook)
+    expected = run_ranks(train_with_torch, 2, hook)
     for result, by_hand in zip(run_ranks(train, 2, config, tmp_path), expected, strict=True):
         assert farthest([result], by_hand) <= 1e-12
 

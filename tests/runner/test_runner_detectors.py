@@ -96,7 +96,7 @@ class Scores(Metric):
                 "boxes": torch.cat(self.targets).sum()}  # fmt: skip
 
 
-def config_of(ranks: int, **sections: Any) -> dict[str, Any]:
+def make_config(ranks: int, **sections: Any) -> dict[str, Any]:
     lists = {"batch_size": BATCH // ranks, "collate": "stepwrap.loops.keep_lists"}
     test = {"dataset": {"type": Shapes, "size": 7}, **lists}
     return {
@@ -129,7 +129,7 @@ def trained(config: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
-def by_hand(config: dict[str, Any]) -> Detector:
+def train_plainly(config: dict[str, Any]) -> Detector:
     torch.manual_seed(0)
     net = Detector()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -145,9 +145,9 @@ def by_hand(config: dict[str, Any]) -> Detector:
 @pytest.mark.parametrize("ranks", [1, *slow(3)])
 def test_training_metrics_and_predictions_like_plain_pytorch(ranks: int) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    config = config_of(ranks, seed=0)
+    config = make_config(ranks, seed=0)
     results = run_ranks(trained, 3, config) if ranks == 3 else [trained(config)]
-    net, samples = by_hand(config), Shapes(7).samples
+    net, samples = train_plainly(config), Shapes(7).samples
     with torch.no_grad():
         (*preds,) = net([image for image, _ in samples])
     scores = torch.cat([prediction["scores"] for prediction in preds])
@@ -172,7 +172,7 @@ def test_training_metrics_and_predictions_like_plain_pytorch(ranks: int) -> None
 
 
 def test_the_weights_are_exported_and_programs_are_refused(capsys: Capture) -> None:
-    Runner.from_config(config_of(1)).train()
+    Runner.from_config(make_config(1)).train()
     assert main(["export", "runs/shapes", "--to", "safetensors"]) == 0
     assert "largest difference from the model: 0\n" in capsys.readouterr().out
     net = Detector()
@@ -185,7 +185,7 @@ def test_the_weights_are_exported_and_programs_are_refused(capsys: Capture) -> N
 
 
 def test_a_metric_of_the_loss_is_an_error_that_says_why(capsys: Capture) -> None:
-    config = config_of(1, metrics={"loss": {"type": "MeanLoss"}})
+    config = make_config(1, metrics={"loss": {"type": "MeanLoss"}})
     dump_config(config_from_dict(config), "shapes.yaml")
     assert main(["train", "shapes.yaml"]) == 2
     lines = Path("shapes.yaml").read_text().splitlines()

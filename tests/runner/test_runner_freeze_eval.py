@@ -67,7 +67,7 @@ def config(data_size: int = 1, **sections: Any) -> dict[str, Any]:
     }
 
 
-def by_hand() -> dict[str, Tensor]:
+def train_plainly() -> dict[str, Tensor]:
     torch.manual_seed(0)
     net, samples = Net(), Samples()
     net.backbone.requires_grad_(False).eval()
@@ -96,7 +96,7 @@ def trained(settings: dict[str, Any], resume: str = "") -> dict[str, Tensor]:
     ],
 )
 def test_statistics_of_a_frozen_module_stay(ranks: int, wrapper: dict[str, Any]) -> None:
-    settings, expected = config(ranks, wrapper=wrapper), by_hand()
+    settings, expected = config(ranks, wrapper=wrapper), train_plainly()
     for weights in run_ranks(trained, ranks, settings):
         assert apart(weights, expected) < 1e-14
 

@@ -36,7 +36,7 @@ def until(name: str) -> float:
     return 3 if name.startswith("blocks.0.") else 0
 
 
-def by_hand(optimizer: str) -> list[dict[str, Tensor]]:
+def train_plainly(optimizer: str) -> list[dict[str, Tensor]]:
     """Return the weights after each step of plain PyTorch that switches `requires_grad`."""
     torch.manual_seed(0)
     net = Transformer(dtype="float64")
@@ -54,7 +54,7 @@ def by_hand(optimizer: str) -> list[dict[str, Tensor]]:
     return weights
 
 
-def config_of(optimizer: str, data_size: int, **sections: Any) -> dict[str, Any]:
+def make_config(optimizer: str, data_size: int, **sections: Any) -> dict[str, Any]:
     config = settings(data_size, freeze=FREEZE, **sections)
     config["optim_wrapper"] = {"clip_grad": {"max_norm": 0.5}, **config.get("optim_wrapper", {})}
     return {**config, "optimizer": {"type": optimizer, **OPTIMIZERS[optimizer]}}
@@ -103,10 +103,10 @@ FORMS: dict[str, tuple[int, int, dict[str, Any]]] = {
 )
 def test_like_plain_pytorch_and_after_a_resume(form: str, optimizer: str, at: int) -> None:
     ranks, data_size, sections = FORMS[form]
-    config = config_of(optimizer, data_size, **sections)
+    config = make_config(optimizer, data_size, **sections)
     config["hooks"] = {**config["hooks"], "checkpoint": {"every_steps": 1, "keep_last": None}}
     checkpoint = f"runs/False/checkpoints/step_{at:08d}"
-    expected = by_hand(optimizer)
+    expected = train_plainly(optimizer)
     for uninterrupted, resumed in run_ranks(
         trained_and_resumed, ranks, config, checkpoint, timeout_s=120
     ):

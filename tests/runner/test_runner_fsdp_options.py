@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from parallel_runs import OPTIMIZERS, by_hand, settings, trained
+from parallel_runs import OPTIMIZERS, settings, train_plainly, trained
 from ranks import run_ranks
 from torch import Tensor, nn
 from weights import apart
@@ -19,7 +19,7 @@ def ones(module: nn.Module) -> None:
         nn.init.constant_(param, 0.5)
 
 
-def config_of(options: dict[str, Any], **sections: Any) -> dict[str, Any]:
+def make_config(options: dict[str, Any], **sections: Any) -> dict[str, Any]:
     wrapper = {"type": "fsdp", "sync_batchnorm": True, **options}
     config = settings(2, **{"optimizer": {"type": "SGD", **OPTIMIZERS["SGD"]}, **sections})
     config["model"]["net"]["dtype"] = "float32"
@@ -27,23 +27,25 @@ def config_of(options: dict[str, Any], **sections: Any) -> dict[str, Any]:
 
 
 EXACT: list[dict[str, Any]] = [
-    config_of({}),
-    config_of(BLOCKS),
-    config_of({"shard": ["net.head", "Block"], "reshard_after_forward": False}),
-    config_of({"shard": {"min_params": 300}}),
-    config_of({"cpu_offload": True}),
-    config_of({"cpu_offload": {"offload_params": True, "pin_memory": False}}),
-    config_of({**BLOCKS, "prefetch": {"forward": 1, "backward": 1}}),
-    config_of({"mixed_precision": {"param_dtype": "float32", "reduce_dtype": "float32"}}),
-    config_of({"sharding_strategy": "SHARD_GRAD_OP", "backward_prefetch": "BACKWARD_PRE"}),
-    config_of({"sharding_strategy": "HYBRID_SHARD"}),
-    config_of({"auto_wrap_policy": "always_wrap_policy", "forward_prefetch": True}),
-    config_of({"auto_wrap_policy": {"type": "size_based_auto_wrap_policy", "min_num_params": 300}}),
-    config_of({"detect_anomalous_params": True, "use_orig_params": True,
-               "limit_all_gathers": True}),
-    config_of({"type": "MMFullyShardedDataParallel", **BLOCKS}, mesh={"data": 2}),
-    config_of(BLOCKS, mesh={"replicate": 2, "shard": 1}),
-    config_of(BLOCKS, init_device="meta"),
+    make_config({}),
+    make_config(BLOCKS),
+    make_config({"shard": ["net.head", "Block"], "reshard_after_forward": False}),
+    make_config({"shard": {"min_params": 300}}),
+    make_config({"cpu_offload": True}),
+    make_config({"cpu_offload": {"offload_params": True, "pin_memory": False}}),
+    make_config({**BLOCKS, "prefetch": {"forward": 1, "backward": 1}}),
+    make_config({"mixed_precision": {"param_dtype": "float32", "reduce_dtype": "float32"}}),
+    make_config({"sharding_strategy": "SHARD_GRAD_OP", "backward_prefetch": "BACKWARD_PRE"}),
+    make_config({"sharding_strategy": "HYBRID_SHARD"}),
+    make_config({"auto_wrap_policy": "always_wrap_policy", "forward_prefetch": True}),
+    make_config(
+        {"auto_wrap_policy": {"type": "size_based_auto_wrap_policy", "min_num_params": 300}}
+    ),
+    make_config({"detect_anomalous_params": True, "use_orig_params": True,
+                 "limit_all_gathers": True}),
+    make_config({"type": "MMFullyShardedDataParallel", **BLOCKS}, mesh={"data": 2}),
+    make_config(BLOCKS, mesh={"replicate": 2, "shard": 1}),
+    make_config(BLOCKS, init_device="meta"),
 ]  # fmt: skip
 
 
@@ -55,7 +57,7 @@ def trained_by_all() -> list[dict[str, Tensor]]:
 # A separately sharded linear layer returns a view for sequences.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 def test_options_that_change_no_number() -> None:
-    expected = by_hand(EXACT[0])
+    expected = train_plainly(EXACT[0])
     for results in run_ranks(trained_by_all, 2, timeout_s=120):
         for config, weights in zip(EXACT, results, strict=True):
             assert apart(weights, expected) <= 2e-6, config["wrapper"]
@@ -64,7 +66,7 @@ def test_options_that_change_no_number() -> None:
 def test_a_custom_initialiser() -> None:
     still = {"type": "SGD", "lr": 0.0}
     options = {"param_init_fn": "test_runner_fsdp_options.ones"}
-    config = config_of(options, init_device="meta", optimizer=still)
+    config = make_config(options, init_device="meta", optimizer=still)
     for weights in run_ranks(trained, 2, config):
         assert all(bool((weight == 0.5).all()) for weight in weights.values())
 
@@ -74,4 +76,4 @@ def test_a_custom_initialiser() -> None:
 )
 def test_mistakes_are_reported_before_anything_runs(option: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=rf"wrapper\.{option}: .*{nearest}"):
-        Runner.from_config(config_of({option: ["Linear"]}))
+        Runner.from_config(make_config({option: ["Linear"]}))

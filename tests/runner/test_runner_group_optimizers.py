@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from marks import slow
-from parallel_runs import OPTIMIZERS, PLAN, by_hand, settings, trained
+from parallel_runs import OPTIMIZERS, PLAN, settings, train_plainly, trained
 from ranks import RanksError, run_ranks
 from weights import apart
 
@@ -19,7 +19,7 @@ ZERO = {"type": "ZeroRedundancyOptimizer", "optimizer_class": "AdamW", **OPTIMIZ
 LOCAL = {"type": "PostLocalSGD", "optimizer_class": "SGD", "period": 2, **OPTIMIZERS["SGD"]}
 
 
-def config_of(mesh: dict[str, int], optimizer: dict[str, Any]) -> dict[str, Any]:
+def make_config(mesh: dict[str, int], optimizer: dict[str, Any]) -> dict[str, Any]:
     return settings(mesh.get("data", 1), mesh=mesh, optimizer=optimizer, **TP)
 
 
@@ -29,8 +29,8 @@ def test_split_layers_are_stepped_by_ranks_with_the_same_parts(
     ranks: int, mesh: dict[str, int], optimizer: dict[str, Any]
 ) -> None:
     plain = optimizer["optimizer_class"]
-    expected = by_hand({**settings(), "optimizer": {"type": plain, **OPTIMIZERS[plain]}})
-    for weights in run_ranks(trained, ranks, config_of(mesh, optimizer), timeout_s=120):
+    expected = train_plainly({**settings(), "optimizer": {"type": plain, **OPTIMIZERS[plain]}})
+    for weights in run_ranks(trained, ranks, make_config(mesh, optimizer), timeout_s=120):
         assert apart(weights, expected) <= 1e-12
 
 
@@ -63,7 +63,7 @@ def test_refused_under_fsdp_which_does_it_itself(optimizer: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("name", ["Adafactor", "SparseAdam"])
 def test_refused_with_split_layers(name: str) -> None:
-    config = config_of({"tensor": 2}, {"type": name})
+    config = make_config({"tensor": 2}, {"type": name})
     with pytest.raises(RanksError, match=f"optimizer: .*{name}.* is split by tensor_parallel"):
         run_ranks(_built, 2, config)
 

@@ -100,7 +100,7 @@ def gan(run: Path) -> Path:
     return run
 
 
-def runner_of(folder: Path, run_dir: str, *overrides: str) -> Runner:
+def make_runner(folder: Path, run_dir: str, *overrides: str) -> Runner:
     settings = (f"run_dir={folder / run_dir}", *overrides)
     return Runner.from_config(load_config(folder / "gan.yaml", settings))
 
@@ -110,7 +110,7 @@ SINGLE = "wrapper={type: single}"
 
 @pytest.mark.slow
 def test_two_optimizers_train_as_by_hand(gan: Path) -> None:
-    runner = runner_of(gan, "out", SINGLE)
+    runner = make_runner(gan, "out", SINGLE)
     from gans import Gan
 
     hand = Gan()
@@ -144,7 +144,7 @@ def test_two_optimizers_train_as_by_hand(gan: Path) -> None:
 
 @pytest.mark.slow
 def test_rates_are_logged_by_optimizer_and_group(gan: Path) -> None:
-    runner_of(gan, "out", SINGLE).train()
+    make_runner(gan, "out", SINGLE).train()
     logged = [record for record in records(gan / "out") if "lr/discriminator" in record]
     assert logged[0]["lr/discriminator"] == pytest.approx(0.05)
     assert logged[-1]["lr/discriminator"] == pytest.approx(0.005)
@@ -157,10 +157,10 @@ def _stopped_and_resumed(folder: str, wrapper: str, counts: int) -> bool:
         sys.modules.pop(module, None)
     settings = (f"wrapper={{type: {wrapper}}}", f"optim_wrapper.accumulative_counts={counts}")
     path = Path(folder)
-    runner_of(path, "whole", *settings).train()
-    stopped = runner_of(path, "parts", *settings, "hooks.stop={type: gans.Stop, step: 7}")
+    make_runner(path, "whole", *settings).train()
+    stopped = make_runner(path, "parts", *settings, "hooks.stop={type: gans.Stop, step: 7}")
     stopped.train()
-    second = runner_of(path, "parts", *settings)
+    second = make_runner(path, "parts", *settings)
     second.train(resume=True)
     assert stopped.state.iteration < second.state.iteration
     assert_identical(final_weights(path / "whole"), final_weights(path / "parts"))
@@ -289,19 +289,20 @@ def test_several_optimizers_need_a_step_of_the_models_own(gan: Path) -> None:
 
 def test_settings_of_wrappers_by_name(gan: Path) -> None:
     by_name = "optim_wrapper={generator: {accumulative_counts: 2}, discriminator: null}"
-    wrapper = runner_of(gan, "out", SINGLE, by_name).state.optim_wrapper
+    wrapper = make_runner(gan, "out", SINGLE, by_name).state.optim_wrapper
     assert [member._accumulative_counts for member in wrapper.values()] == [2, 1]
     common = "optim_wrapper={type: AmpOptimWrapper, dtype: bfloat16, clip_grad: {max_norm: 1}}"
-    wrapper = runner_of(gan, "out", SINGLE, common).state.optim_wrapper
+    wrapper = make_runner(gan, "out", SINGLE, common).state.optim_wrapper
     assert {type(member).__name__ for member in wrapper.values()} == {"AmpOptimWrapper"}
     common = "optim_wrapper={clip_grad: {max_norm: 1}}"
     assert all(
-        member.clip for member in runner_of(gan, "out", SINGLE, common).state.optim_wrapper.values()
+        member.clip
+        for member in make_runner(gan, "out", SINGLE, common).state.optim_wrapper.values()
     )
 
 
 def test_accumulation_counts_reach_every_member(gan: Path) -> None:
-    runner = runner_of(gan, "out", SINGLE, "optim_wrapper.accumulative_counts=5")
+    runner = make_runner(gan, "out", SINGLE, "optim_wrapper.accumulative_counts=5")
     state = runner.train()
     # 48 batches are nine windows of five and one of three.
     assert (state.iteration, state.step) == (48, 10)
@@ -379,7 +380,7 @@ def test_groups_resume_under_another_wrapper(run: Path) -> None:
 
 def test_clipping_by_value_given_by_name(gan: Path) -> None:
     clipped = "optim_wrapper={generator: {clip_grad: {type: value, clip_value: 0.1}}}"
-    wrappers = runner_of(gan, "out", SINGLE, clipped).state.optim_wrapper
+    wrappers = make_runner(gan, "out", SINGLE, clipped).state.optim_wrapper
     assert "kind='value'" in repr(wrappers["generator"])
     assert "clip_grad=None" in repr(wrappers["discriminator"])
 
@@ -388,6 +389,6 @@ def test_a_scale_by_name_and_for_all(gan: Path) -> None:
     scale = "loss_scale: {init_scale: 2.0, growth_interval: 7}"
     amp = f"type: AmpOptimWrapper, dtype: float16, {scale}"
     for text in (f"{{{amp}}}", f"{{generator: {{{amp}}}, discriminator: {{{amp}}}}}"):
-        wrappers = runner_of(gan, "out", SINGLE, f"optim_wrapper={text}").state.optim_wrapper
+        wrappers = make_runner(gan, "out", SINGLE, f"optim_wrapper={text}").state.optim_wrapper
         for wrapper in wrappers.values():
             assert wrapper.loss_scaler.get_growth_interval() == 7

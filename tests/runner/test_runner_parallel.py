@@ -7,7 +7,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from marks import nightly, slow
-from parallel_runs import OPTIMIZERS, PLAN, SEQUENCE_PLAN, Transformer, by_hand, settings, trained
+from parallel_runs import (
+    OPTIMIZERS,
+    PLAN,
+    SEQUENCE_PLAN,
+    Transformer,
+    settings,
+    train_plainly,
+    trained,
+)
 from ranks import run_ranks
 from weights import apart
 
@@ -32,7 +40,7 @@ TP = {"tensor_parallel": {"plan": PLAN}}
 
 def worst(ranks: int, config: dict[str, Any]) -> float:
     """Return the largest difference of any rank from plain PyTorch."""
-    expected = by_hand(config)
+    expected = train_plainly(config)
     everywhere = run_ranks(trained, ranks, config, timeout_s=120)
     return max(apart(weights, expected) for weights in everywhere)
 
@@ -157,7 +165,7 @@ def test_checkpointed_copies() -> None:
 @pytest.mark.slow
 def test_compiled_by_inductor() -> None:
     config = with_("AdamW", 1, compile=True)
-    assert apart(trained(config), by_hand(config)) <= 1e-12
+    assert apart(trained(config), train_plainly(config)) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -169,7 +177,7 @@ def test_frozen_parameters_stay(form: str) -> None:
     torch.manual_seed(0)
     start = Transformer(dtype="float64").named_parameters()
     before = {f"net.{name}": value for name, value in start}
-    expected = by_hand(config)
+    expected = train_plainly(config)
     for weights in run_ranks(trained, ranks, config):
         assert apart(weights, expected) <= 1e-12
         stayed = {name for name, value in weights.items() if torch.equal(value, before[name])}
@@ -216,7 +224,7 @@ def test_dropout_is_the_same_on_all_ranks_of_a_tensor_group() -> None:
     config["model"]["net"]["dropout"] = 0.3
     rank_0, second = run_ranks(trained, 2, config)
     assert apart(rank_0, second) == 0
-    assert apart(rank_0, by_hand(settings())) > 1e-3
+    assert apart(rank_0, train_plainly(settings())) > 1e-3
 
 
 class _Open:

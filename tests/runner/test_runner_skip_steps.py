@@ -14,7 +14,7 @@ from stepwrap.runner.command.cli import main
 Capture = pytest.CaptureFixture[str]
 
 
-def steps_of(folder: Path) -> list[int]:
+def read_steps(folder: Path) -> list[int]:
     return sorted(meta["step"] for _, meta in list_checkpoints(folder / "checkpoints"))
 
 
@@ -33,7 +33,7 @@ def test_a_run_goes_back_to_before_the_step(run: Path, capsys: Capture) -> None:
     assert main(["train", "points.yaml", "run_dir=all"]) == 0
     every = final_weights(run / "all")
     assert not all(ours[name].equal(every[name]) for name in every)
-    assert steps_of(run / "plain") == steps_of(run / "all")
+    assert read_steps(run / "plain") == read_steps(run / "all")
     # Later resumes of the written config do not go back again.
     assert main(["train", "plain/config.yaml", "--resume", "train.max_epochs=5"]) == 0
     assert "continuing from plain/checkpoints/step_00000048" in capsys.readouterr().err

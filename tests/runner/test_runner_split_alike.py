@@ -15,7 +15,7 @@ FORMS = [
 ]
 
 
-def _error_of(config: dict[str, Any]) -> str:
+def _catch_error(config: dict[str, Any]) -> str:
     with pytest.raises(RuntimeError) as caught:
         trained(config)
     return str(caught.value)
@@ -38,7 +38,7 @@ def test_norms_left_out_of_a_sequence_plan(
     config = settings(ranks // 2, tensor_parallel={"plan": plan}, **form)
     if optim:
         config["optim_wrapper"] = optim
-    for message in run_ranks(_error_of, ranks, config):
+    for message in run_ranks(_catch_error, ranks, config):
         assert (
             f"the gradient of {param_name!r} must be the same on all ranks of a tensor group"
             in message

@@ -76,7 +76,7 @@ def write(kind: str, rows: int, files: int) -> dict[str, Any]:
             "split": "train", "streaming": True, "cache_dir": "cache"}  # fmt: skip
 
 
-def config_of(dataset: dict[str, Any], workers: int = 0, **sections: Any) -> dict[str, Any]:
+def make_config(dataset: dict[str, Any], workers: int = 0, **sections: Any) -> dict[str, Any]:
     train = {"dataset": dataset, "batch_size": 4, "num_workers": workers}
     return {
         "model": {"type": Net},
@@ -117,7 +117,7 @@ def seen(*rank_counts: dict[str, list[int]]) -> dict[str, Counter[int]]:
 def test_each_row_once_per_epoch_and_after_a_resume(
     kind: str, rows: int, files: int, workers: int, sections: str
 ) -> None:
-    config = config_of(write(kind, rows, files), workers, **UNEVEN.get(sections, {}))
+    config = make_config(write(kind, rows, files), workers, **UNEVEN.get(sections, {}))
     uninterrupted = run_ranks(trained, 2, {**config, "run_dir": "runs/whole"}, timeout_s=200)
     once = Counter(range(rows))
     counted = seen(*(counts for counts, _, _ in uninterrupted))
@@ -138,7 +138,7 @@ def test_each_row_once_per_epoch_and_after_a_resume(
 
 
 def test_rows_that_do_not_divide_evenly_are_an_error_that_names_the_remedy() -> None:
-    config = config_of(write("json", 33, 3), run_dir="runs/uneven")
+    config = make_config(write("json", 33, 3), run_dir="runs/uneven")
     with pytest.raises(
         RanksError, match=r"rank 1 ran out after 4 batches in epoch 1.*uneven_inputs"
     ):

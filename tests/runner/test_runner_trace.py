@@ -28,7 +28,7 @@ class Astray(Hook):
 """
 
 
-def config_of(folder: Path, run_dir: str, traced: str) -> Config:
+def make_config(folder: Path, run_dir: str, traced: str) -> Config:
     words = (f"trace_collectives={traced}", "train.max_epochs=2")
     return points_config(folder, f"run_dir={folder / run_dir}", *words)
 
@@ -57,7 +57,7 @@ def train_twice(folder: Path) -> list[int]:
     """Train with and without tracing; return the recorded calls before, between and after."""
     counts = [recorded()]
     for name, traced in (("on", "true"), ("off", "false")):
-        config = config_of(folder, name, traced)
+        config = make_config(folder, name, traced)
         train_on_rank(config, read_sections(config, get_world_size()))
         counts.append(recorded())
     return counts
@@ -76,7 +76,7 @@ def test_tracing_ends_with_the_run_and_changes_no_weights(tmp_path: Path) -> Non
 
 def verbs_of_a_runner(folder: Path) -> list[bool]:
     """Return for each verb whether it was traced."""
-    runner = Runner.from_config(config_of(folder, "py", "true"))
+    runner = Runner.from_config(make_config(folder, "py", "true"))
     traced = []
     for verb in (runner.train, runner.validate, runner.test):
         before = recorded()
@@ -93,7 +93,7 @@ def test_a_runner_from_a_config_traces_only_its_own_verbs(tmp_path: Path) -> Non
 
 
 def train_while_traced(folder: Path) -> bool:
-    config = config_of(folder, "r", "false")
+    config = make_config(folder, "r", "false")
     before = recorded()
     trace_collectives(True)
     try:

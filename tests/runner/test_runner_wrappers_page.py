@@ -103,13 +103,13 @@ def run_code(code: str, folder: Path) -> list[str]:
         torch.manual_seed(0)
         return SupervisedModel(Transformer("float32"), nn.CrossEntropyLoss())
 
-    def optim_of(model: nn.Module) -> OptimWrapper:
+    def make_optim(model: nn.Module) -> OptimWrapper:
         return OptimWrapper(torch.optim.AdamW(model.parameters()), clip_grad={"max_norm": 1.0})
 
     names: dict[str, Any] = {
         "make_model": make_model,
         "model": make_model(),
-        "optim_of": optim_of,
+        "make_optim": make_optim,
         "batch": [words[:, :-1], words[:, 1:]],
         "batches": [[words[:, :-1], words[:, 1:]]] * 3,
         "samples": [torch.randn(4, 6)],

@@ -63,7 +63,7 @@ def case(kind: str, dtype: torch.dtype, mean: float = 0.0) -> Case:
     return Case(kind, inputs, [tensor.to(dtype) for tensor in values()])
 
 
-def with_parameters(layer: Any) -> Any:
+def set_parameters(layer: Any) -> Any:
     """Set the layer's weights and biases to random values that are exact in fp32."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -95,7 +95,7 @@ def train(layer: Any, call: Any, bn_case: Case) -> dict[str, Tensor]:
 
 def reference(bn_case: Case, **options: Any) -> dict[str, Tensor]:
     """Return the results of torch's layer on the whole batch in fp64."""
-    layer = with_parameters(PLAIN[bn_case.kind](CHANNELS, **options).double())
+    layer = set_parameters(PLAIN[bn_case.kind](CHANNELS, **options).double())
     return train(layer, layer, bn_case.to(torch.float64))
 
 

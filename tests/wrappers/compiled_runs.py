@@ -146,15 +146,15 @@ def moved(model: Any, _: OptimWrapper) -> None:
     weight(model).data = weight(model).data.clone()
 
 
-def without_state(_: Any, optim: OptimWrapper) -> None:
+def clear_state(_: Any, optim: OptimWrapper) -> None:
     optim.optimizer.state.clear()
 
 
-def with_less_state(model: Any, optim: OptimWrapper) -> None:
+def remove_state(model: Any, optim: OptimWrapper) -> None:
     optim.optimizer.state.pop(weight(model), None)
 
 
-def with_other_state(_: Any, optim: OptimWrapper) -> None:
+def change_state(_: Any, optim: OptimWrapper) -> None:
     for state in optim.optimizer.state.values():
         state.update({name: tensor.clone() / 2 for name, tensor in state.items()})
 
@@ -254,7 +254,7 @@ _ALL_MODULES = torch_module._global_forward_hooks
 _ALL_OPTIMIZERS = torch_optimizer._global_optimizer_post_hooks
 CHANGES: list[Change] = [
     *(orthonormal, transposed, moved, frozen, evaluated, replaced, reset),
-    *(without_state, with_less_state, with_other_state, not_in_a_group, clamped),
+    *(clear_state, remove_state, change_state, not_in_a_group, clamped),
     *(hooked, hooked_late, hooked_module, hooked_everywhere, hooked_optimizers),
     *(other_attribute, other_class_attribute, other_method, other_forward),
     *(other_rates, other_momentum),

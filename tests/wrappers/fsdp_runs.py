@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from step_models import batches, of_all_ranks
+from step_models import batches, gather_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -120,7 +120,7 @@ def own_batches(rank: int, dtype: torch.dtype) -> list[list[Tensor]]:
 
 def whole_batches(ranks: int = 2, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
     """Return the combined batches of all ranks."""
-    return of_all_ranks([own_batches(rank, dtype) for rank in range(ranks)])
+    return gather_ranks([own_batches(rank, dtype) for rank in range(ranks)])
 
 
 def supervised(
@@ -160,7 +160,7 @@ def train_plainly(
     net = network(kind, dtype)
     optim = OPTIMIZERS[optimizer](net.parameters())
     by_rank = [own_batches(rank, dtype) for rank in range(ranks)]
-    for inputs, target in of_all_ranks(by_rank, accumulate):
+    for inputs, target in gather_ranks(by_rank, accumulate):
         optim.zero_grad()
         nn.functional.cross_entropy(net(inputs), target).backward()
         optim.step()

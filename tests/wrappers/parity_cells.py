@@ -20,8 +20,8 @@ from parity_plain import (
     SCALE,
     Recipe,
     Reference,
+    get_weight,
     train_plain,
-    weight_of,
 )
 from ranks import RanksError, run_ranks
 from torch import Tensor, nn
@@ -246,7 +246,7 @@ def train(wrapper: Any, optimizer: Any, recipe: Recipe, mesh: Mesh, device: str 
     for index in range(recipe.micro_steps):
         batch = micro_batch(data, index, mesh.data_rank, mesh.data_size, ragged=ragged)
         losses.append(wrapper.train_step(batch, optimizer)["loss"])
-        weights.append(weight_of(recipe, batch[1]))
+        weights.append(get_weight(recipe, batch[1]))
     counts = torch.tensor(weights, dtype=torch.float64, device=device)
     means = _mean_over_ranks(torch.stack(losses).double() * counts)
     return (means / _mean_over_ranks(counts)).cpu()

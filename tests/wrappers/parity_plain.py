@@ -94,7 +94,7 @@ def train_plain(recipe: Recipe, device: str = "cpu") -> Reference:
     scaler = torch.amp.GradScaler(device, SCALE, enabled=recipe.dtype == "fp16")
     data = make_data(recipe.model, dtype, padded=recipe.weight == "tokens")
     batches = [micro_batch(data, i, ragged=bool(recipe.weight)) for i in range(recipe.micro_steps)]
-    weights = [weight_of(recipe, target) for _, target in batches]
+    weights = [get_weight(recipe, target) for _, target in batches]
     losses = []
     for index, batch in enumerate(batches):
         inputs, target = (tensor.to(device) for tensor in batch)
@@ -117,7 +117,7 @@ def train_plain(recipe: Recipe, device: str = "cpu") -> Reference:
     return Reference(torch.stack(losses).double().cpu(), values)
 
 
-def weight_of(recipe: Recipe, target: Tensor) -> int:
+def get_weight(recipe: Recipe, target: Tensor) -> int:
     """Return the weight of a micro-batch in its update."""
     if recipe.weight == "tokens":
         return int((target != IGNORED).sum())

@@ -70,7 +70,7 @@ def joined(outputs: Iterable[Any]) -> list[Tensor]:
     return [torch.cat(entries) for entries in zip(*outputs, strict=True)]
 
 
-def of_all_ranks(by_rank: list[list[Any]], window: int = 1) -> list[list[Tensor]]:
+def gather_ranks(by_rank: list[list[Any]], window: int = 1) -> list[list[Tensor]]:
     """Return the combined batch of all ranks for every window of micro-batches."""
     return [
         joined(batch for data in by_rank for batch in data[start : start + window])

@@ -159,7 +159,7 @@ def other_order(_: Any, optim: OptimWrapper) -> None:
     optim.optimizer.param_groups[0]["params"].reverse()
 
 
-def with_lists(parameters: Any) -> torch.optim.Optimizer:
+def use_lists(parameters: Any) -> torch.optim.Optimizer:
     optimizer = adamw(parameters)
     optimizer.param_groups[0]["betas"] = [0.9, 0.999]
     return optimizer
@@ -183,7 +183,7 @@ def other_gate(_: Any, optim: OptimWrapper) -> None:
     "change", [other_optimizer, other_clip, other_betas, other_order, other_gate]
 )
 def test_parts_of_the_optimizer_that_are_replaced(change: Any) -> None:
-    assert_same(1e-10, Net, with_lists, at({LATE: change}), wrap=clipped)
+    assert_same(1e-10, Net, use_lists, at({LATE: change}), wrap=clipped)
 
 
 REPLACED = [

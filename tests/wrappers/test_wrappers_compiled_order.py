@@ -13,9 +13,9 @@ from compiled_runs import (
     assert_same,
     at,
     batch_at,
+    clear_state,
     sgd,
     steps_compiled,
-    without_state,
 )
 from marks import slow
 from torch import Tensor, nn
@@ -119,7 +119,7 @@ def test_attributes_with_their_keys_in_another_order(in_place: bool) -> None:
 def test_a_reset_of_the_state_is_not_reported_as_the_end_of_compiling(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    resets = dict.fromkeys((8, 14), without_state)
+    resets = dict.fromkeys((8, 14), clear_state)
     wrapper = assert_same(1e-10, Net, adamw, at(resets), max_programs=8)
     assert len(wrapper.batch_runner.programs) == 1 + len(resets)
     assert "not compiled" not in caplog.text

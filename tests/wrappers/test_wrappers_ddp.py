@@ -17,8 +17,8 @@ from step_models import (
     batches,
     classifier,
     flat,
+    gather_ranks,
     mlp,
-    of_all_ranks,
     sgd,
     train,
     train_plainly,
@@ -63,7 +63,7 @@ def test_equals_plain_pytorch(
         done += optim.should_update()
     assert done == updates
     plain = mlp(dtype)
-    data = of_all_ranks([rank_batches(rank, dtype) for rank in range(2)], accumulate)
+    data = gather_ranks([rank_batches(rank, dtype) for rank in range(2)], accumulate)
     train_plainly(plain, data, momentum=0.9, max_norm=0.5)
     assert_near(flat(model), flat(plain), bound)
 

@@ -42,7 +42,9 @@ def own_rows(batch: list[Tensor]) -> list[Tensor]:
     return [tensor[dist.get_rank() :: RANKS] for tensor in batch]
 
 
-def by_grad(wrapper: Any, data: Any, optim_wrapper: Any, average: bool = False) -> dict[str, Any]:
+def compute_grad(
+    wrapper: Any, data: Any, optim_wrapper: Any, average: bool = False
+) -> dict[str, Any]:
     """Set gradients by `autograd.grad`, which averages nothing, times two."""
     weights = list(wrapper.parameters())
     with optim_wrapper.optim_context(wrapper):
@@ -56,7 +58,7 @@ def by_grad(wrapper: Any, data: Any, optim_wrapper: Any, average: bool = False) 
 
 
 def averaged(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
-    return by_grad(wrapper, data, optim_wrapper, average=True)
+    return compute_grad(wrapper, data, optim_wrapper, average=True)
 
 
 def train_by(step: Any, half: bool = False, **options: Any) -> Tensor:
@@ -82,7 +84,7 @@ def test_gradients_of_autograd_grad_are_not_averaged() -> None:
         "wrapper.average(gradient)",
     )
     with raises_with(RuntimeError, *texts):
-        train_by(by_grad)
+        train_by(compute_grad)
 
 
 @on_ranks(RANKS)
@@ -100,7 +102,7 @@ def test_averaged_gradients_are_accepted() -> None:
 def test_infinite_gradients_delay_the_check() -> None:
     """A first update that the loss scaler skips is not checked; the next one is."""
     with pytest.raises(RuntimeError, match="different gradients"):
-        train_by(by_grad, half=True)
+        train_by(compute_grad, half=True)
     train_by(averaged, half=True)
 
 
@@ -110,7 +112,7 @@ def test_infinite_gradients_delay_the_check() -> None:
 )
 @on_ranks(RANKS)
 def test_ranks_that_may_differ_are_not_checked(options: dict[str, Any]) -> None:
-    rank_0, second = gathered(train_by(by_grad, **options))
+    rank_0, second = gathered(train_by(compute_grad, **options))
     assert not torch.equal(rank_0, second)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fsdp_runs import CallsChild, network, own_batches, supervised, whole, whole_batches
 from gan_models import Gan, gan_batches, optimizers
 from on_ranks import assert_near, on_ranks, raises_with
-from step_models import of_all_ranks, sgd, train
+from step_models import gather_ranks, sgd, train
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -215,7 +215,7 @@ def test_a_model_that_calls_its_child(shard: Any) -> None:
 def test_a_model_with_two_optimizers(accumulate: int, freeze: bool) -> None:
     single = Gan(freeze=freeze)
     data = [gan_batches(6, rank) for rank in range(2)]
-    train(single, of_all_ranks(data), optimizers(single, accumulate))
+    train(single, gather_ranks(data), optimizers(single, accumulate))
     for options in ({}, {"shard": ["generator", "discriminator"]}, {"shard": "Linear"}):
         torch.manual_seed(dist.get_rank())
         model = Gan(freeze=freeze)
@@ -232,7 +232,7 @@ def test_a_model_with_two_optimizers(accumulate: int, freeze: bool) -> None:
 def test_gradients_of_another_optimizer_do_not_enter_an_update() -> None:
     data = [gan_batches(6, rank) for rank in range(2)]
     single = Gan()
-    train(single, of_all_ranks(data), optimizers(single))
+    train(single, gather_ranks(data), optimizers(single))
     model = Gan(freeze=False, clear=False)
     wrapper = StepFullyShardedDataParallel(model, shard=["generator", "discriminator"])
     optims = optimizers(model)
@@ -264,7 +264,7 @@ class GeneratorFirst(Gan):
 def test_a_child_that_is_frozen_at_first() -> None:
     single, model = GeneratorFirst(), GeneratorFirst()
     data = [gan_batches(4, rank) for rank in range(2)]
-    train(single, of_all_ranks(data), optimizers(single))
+    train(single, gather_ranks(data), optimizers(single))
     wrapper = StepFullyShardedDataParallel(model)
     train(wrapper, data[dist.get_rank()], optimizers(model))
     assert_near(whole(model), dict(single.state_dict()), 1e-12)

@@ -22,7 +22,7 @@ from fsdp_runs import (
     whole,
 )
 from on_ranks import assert_near, on_ranks, raises_with, same_on_ranks
-from step_models import HalfUsed, OwnStep, PlainModel, batches, classifier, of_all_ranks, sgd
+from step_models import HalfUsed, OwnStep, PlainModel, batches, classifier, gather_ranks, sgd
 from step_models import train as train_on
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -67,7 +67,7 @@ def test_gradients_are_reduced_only_at_the_end_of_a_window(kind: Any) -> None:
 def test_a_model_with_a_training_step() -> None:
     by_rank = [batches(6, seed=10 + rank) for rank in range(2)]
     single = SingleDevice(OwnStep())
-    train_on(single, of_all_ranks(by_rank), sgd(single, accumulative_counts=3))
+    train_on(single, gather_ranks(by_rank), sgd(single, accumulative_counts=3))
     torch.manual_seed(dist.get_rank())
     model = StepFullyShardedDataParallel(OwnStep())
     optim = sgd(model, accumulative_counts=3)
@@ -229,7 +229,7 @@ def _mixed() -> nn.Module:
     return model
 
 
-def _on_meta() -> nn.Module:
+def _build_meta() -> nn.Module:
     with torch.device("meta"):
         return SupervisedModel(nn.BatchNorm1d(6), nn.CrossEntropyLoss())
 
@@ -244,7 +244,7 @@ def test_models_that_cannot_be_sharded() -> None:
         (_mixed(), {}, ["must have one dtype, but net.2 (Linear) has"]),
         (_wrapped().module, {}, ["sharded already"]),
         (rank_model, {}, [differs, "and absent on rank 1"]),
-        (_on_meta(), {}, ["but net.running_mean is on the meta device", "meta_parameters()"]),
+        (_build_meta(), {}, ["but net.running_mean is on the meta device", "meta_parameters()"]),
         (classifier(), world, ["needs two process groups"]),
     ):
         with raises_with(ValueError, *texts):

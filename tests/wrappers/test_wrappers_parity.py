@@ -39,15 +39,15 @@ QUICK = {("single", 1), ("ddp", 2)}
 IN_CI = {("fsdp", 2), ("fsdp x tp", 4)}
 
 
-def by_run(row: tuple[str, int], quick: set[tuple[str, int]]) -> list[Any]:
+def group_runs(row: tuple[str, int], quick: set[tuple[str, int]]) -> list[Any]:
     if row in quick:
         return [row]
     return slow(row) if row in IN_CI else nightly(row)
 
 
-CASES = [case for row in ROWS for case in by_run(row, QUICK)]
+CASES = [case for row in ROWS for case in group_runs(row, QUICK)]
 # Quick tests of test_wrappers_optimizer_fit.py also compare fsdp with plain PyTorch.
-LOADS = [case for row in ROWS for case in by_run(row, {*QUICK, ("fsdp", 2)})]
+LOADS = [case for row in ROWS for case in group_runs(row, {*QUICK, ("fsdp", 2)})]
 RECIPES = [
     Recipe(model, *how, steps=STEPS)
     for model in ("transformer", "cnn")

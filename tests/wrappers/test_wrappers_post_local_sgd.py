@@ -76,7 +76,7 @@ LOCAL = {"lr": 0.1, "momentum": 0.9}
 HOOK = {"type": "post_localSGD", "start_localSGD_iter": 2}
 
 
-def _by_hand() -> Tensor:
+def _train_plainly() -> Tensor:
     model = classifier(DTYPE)
     wrapped = DistributedDataParallel(model)
     state = PostLocalSGDState(None, None, 2, post_local_gradient_allreduce=False)
@@ -98,7 +98,7 @@ def _by_hand() -> Tensor:
 def test_post_local_sgd_equals_torchs_pieces() -> None:
     options = {"optimizer_class": "SGD", "period": 3, "warmup_steps": 2, **LOCAL}
     weights = _train((PostLocalSGD, options), comm_hook=HOOK)
-    assert_near(weights, _by_hand(), 1e-12)
+    assert_near(weights, _train_plainly(), 1e-12)
     # Weights differ some steps after the last average.
     assert not same_on_ranks(weights)
 

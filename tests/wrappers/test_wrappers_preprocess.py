@@ -16,14 +16,14 @@ from stepwrap.wrappers import DataPreprocessor, SingleDevice, SupervisedModel
 Pair = collections.namedtuple("Pair", ["image", "label"])
 
 
-def _on_meta(**kwargs: object) -> DataPreprocessor:
+def _build_meta(**kwargs: object) -> DataPreprocessor:
     return DataPreprocessor(**kwargs).to("meta")
 
 
 def test_nested_data_is_moved_and_keeps_its_shape() -> None:
     packed = nn.utils.rnn.pack_sequence([torch.ones(2)])
     other = object()
-    moved = _on_meta()(
+    moved = _build_meta()(
         {
             "pair": Pair(torch.ones(1), [torch.ones(2), (torch.ones(3), "text")]),
             "ordered": collections.OrderedDict(a=torch.ones(1)),
@@ -64,7 +64,7 @@ class _Sums(DataPreprocessor):
 def test_cast_data_moves_and_may_be_overridden() -> None:
     batch = {"inputs": [torch.ones(2)], "data_samples": ("text", None)}
     assert DataPreprocessor().cast_data(batch)["inputs"][0] is batch["inputs"][0]
-    moved = _on_meta().cast_data(batch)
+    moved = _build_meta().cast_data(batch)
     assert moved["inputs"][0].is_meta
     assert moved["data_samples"] == ("text", None)
     assert _Sums()([torch.ones(3)]) == [3.0]
@@ -73,7 +73,7 @@ def test_cast_data_moves_and_may_be_overridden() -> None:
 def test_non_blocking_is_passed_to_to() -> None:
     for setting, options in ((None, {}), (False, {}), (True, {"non_blocking": True})):
         movable = _Movable()
-        preprocess = _on_meta(non_blocking=setting)
+        preprocess = _build_meta(non_blocking=setting)
         moved = preprocess({"a": [movable, torch.ones(1)]})
         assert movable.asked == [("meta", options)]
         assert moved["a"][1].is_meta

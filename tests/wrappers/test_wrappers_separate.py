@@ -13,7 +13,7 @@ from gan_models import Gan, gan_batches, optimizers
 from marks import slow
 from on_ranks import assert_near, on_ranks, raises_with, same_on_ranks
 from sharded_models import whole
-from step_models import batches, classifier, flat, mlp, of_all_ranks, sgd, train, train_plainly
+from step_models import batches, classifier, flat, gather_ranks, mlp, sgd, train, train_plainly
 from torch import Tensor, nn
 
 from stepwrap.wrappers import (
@@ -38,7 +38,7 @@ def gan_alone(accumulate: int) -> Tensor:
     adam = torch.optim.Adam(model.generator.parameters(), lr=0.01)
     descent = torch.optim.SGD(model.discriminator.parameters(), lr=0.1, momentum=0.9)
     by_rank = [gan_batches(STEPS, rank) for rank in range(2)]
-    for index, (real, noise) in enumerate(of_all_ranks(by_rank)):
+    for index, (real, noise) in enumerate(gather_ranks(by_rank)):
         fake = model.generator(noise).detach()
         judged = model.discriminator(model.features(fake)).mean()
         loss = judged - model.discriminator(model.features(real)).tanh().mean()
@@ -94,7 +94,7 @@ def test_gradients_of_another_optimizer_do_not_enter_an_update(
     wrapper = SingleDevice(Gan(freeze=False, clear=False))
     optims = optimizers(wrapper.module, accumulate)
     optims.initialize_count_status(wrapper, 0, STEPS)
-    for batch in of_all_ranks([gan_batches(STEPS, rank) for rank in range(2)]):
+    for batch in gather_ranks([gan_batches(STEPS, rank) for rank in range(2)]):
         wrapper.train_step(batch, optims)
     assert_near(flat(wrapper), gan_alone(accumulate), 1e-12)
     texts = [record.getMessage() for record in caplog.records]
@@ -160,7 +160,7 @@ def test_a_model_without_a_training_step() -> None:
     train(wrapper, rank_batches, sgd(wrapper, momentum=0.9, accumulative_counts=2))
     assert set(wrapper.val_step(rank_batches[-1])) == {"preds", "target", "loss", "num_samples"}
     net = mlp(torch.float64)
-    train_plainly(net, of_all_ranks(by_rank, 2), momentum=0.9)
+    train_plainly(net, gather_ranks(by_rank, 2), momentum=0.9)
     assert_near(flat(wrapper), flat(net), 1e-12)
 
 
@@ -344,7 +344,7 @@ def test_a_group_of_ranks(kind: Any) -> None:
     wrapper.sync_buffers()
     assert wrapper.data_group is group
     net = mlp(torch.float64)
-    train_plainly(net, of_all_ranks(by_rank[dist.get_rank() % 2 :: 2]), momentum=0.9)
+    train_plainly(net, gather_ranks(by_rank[dist.get_rank() % 2 :: 2]), momentum=0.9)
     assert_near(flat(wrapper), flat(net), 1e-12)
 
 

@@ -224,7 +224,7 @@ def test_name_and_docstring_of_the_class() -> None:
     assert kind.__doc__ == "``StepDistributedDataParallel`` with the training step ``usual``."
 
 
-def by_function(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+def step_function(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
     with optim_wrapper.optim_context(wrapper):
         loss = wrapper(*data, mode="loss")["loss"]
     optim_wrapper.update_params(loss)
@@ -247,7 +247,7 @@ class ByName(BaseModel):
         classifier,
         lambda: SingleDevice(classifier()),
         lambda: SingleDevice(ByName()),
-        lambda: stepped(SingleDevice, by_function)(classifier()),
+        lambda: stepped(SingleDevice, step_function)(classifier()),
         lambda: StepDataParallel(classifier()),
         lambda: wrap_model(SingleDevice, classifier(), prepare=Preparation(compile={"step": True})),
     ],

@@ -47,7 +47,7 @@ def _step(net: Net, optim: OptimWrapper, inputs: Tensor) -> str:
     return ""
 
 
-def _made(net: Net, kind: str) -> OptimWrapper:
+def _make_layers(net: Net, kind: str) -> OptimWrapper:
     if kind == "local":
         group = build_mesh({"data": -1, "tensor": 2}).data_group
         options: dict[str, Any] = {"period": 2, "process_group": group, "lr": 0.1}
@@ -59,13 +59,13 @@ def _made(net: Net, kind: str) -> OptimWrapper:
 @on_ranks(2)
 def test_gradients_that_differ_are_named(kind: str) -> None:
     scaled, other, exact = _split(scales=True), _split(), _split()
-    scale = _step(scaled, _made(scaled, kind), _inputs())
+    scale = _step(scaled, _make_layers(scaled, kind), _inputs())
     assert "the gradient of 'scale' must be the same on all ranks" in scale
-    batch = _step(other, _made(other, kind), _inputs(dist.get_rank()))
+    batch = _step(other, _make_layers(other, kind), _inputs(dist.get_rank()))
     assert "the gradient of 'enter.weight' must be the same on all ranks of a tensor" in batch
     assert "tensor group (here 0, 1), because" in batch
     assert "these ranks get different batches" in batch
-    assert not _step(exact, _made(exact, kind), _inputs())
+    assert not _step(exact, _make_layers(exact, kind), _inputs())
 
 
 @on_ranks(4)

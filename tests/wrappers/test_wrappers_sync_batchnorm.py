@@ -21,9 +21,9 @@ from batchnorm_cases import (
     case,
     largest_error,
     reference,
+    set_parameters,
     splits,
     train,
-    with_parameters,
 )
 from marks import slow
 from on_ranks import assert_near
@@ -59,11 +59,11 @@ def _parallel(layer: nn.Module, sizes: list[int], device: str = "cpu") -> nn.Mod
 
 
 def _layer(kind: str, dtype: torch.dtype = F32, **options: Any) -> Any:
-    return with_parameters(SYNCHRONISED[kind](CHANNELS, **options)).to(dtype)
+    return set_parameters(SYNCHRONISED[kind](CHANNELS, **options)).to(dtype)
 
 
 def _plain(kind: str) -> Any:
-    return with_parameters(PLAIN[kind](CHANNELS).double())
+    return set_parameters(PLAIN[kind](CHANNELS).double())
 
 
 def _halves(kind: str) -> list[int]:
@@ -147,7 +147,7 @@ def test_far_from_zero(kind: str) -> None:
     expected = reference(bn_case)
     layer = _layer(kind)
     error = largest_error(train(layer, _parallel(layer, _halves(kind)), bn_case), expected)
-    plain = with_parameters(PLAIN[kind](CHANNELS))
+    plain = set_parameters(PLAIN[kind](CHANNELS))
     assert error <= 1e-6 < largest_error(train(plain, plain, bn_case), expected)
 
 
@@ -262,7 +262,7 @@ def test_gradcheck(eps_mode: Any) -> None:
 @pytest.mark.parametrize("training", [False, True])
 def test_one_process_gives_the_bits_of_torch(training: bool) -> None:
     bn_case = case("2d", F32)
-    layer, plain = _layer("2d").train(training), with_parameters(nn.BatchNorm2d(CHANNELS))
+    layer, plain = _layer("2d").train(training), set_parameters(nn.BatchNorm2d(CHANNELS))
     got, expected = train(layer, layer, bn_case), train(plain.train(training), plain, bn_case)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     if not training:
@@ -493,7 +493,7 @@ def test_compiled_models() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def _on_gpu(bn_case: Case) -> Case:
+def _run_gpu(bn_case: Case) -> Case:
     inputs, cotangents = (
         [tensor.cuda() for tensor in x] for x in (bn_case.inputs, bn_case.cotangents)
     )
@@ -501,7 +501,7 @@ def _on_gpu(bn_case: Case) -> Case:
 
 
 def _results(layer: Any, bn_case: Case) -> dict[str, Tensor]:
-    got = train(layer, ReplicationCallbackDataParallel(layer, [0, 0]), _on_gpu(bn_case))
+    got = train(layer, ReplicationCallbackDataParallel(layer, [0, 0]), _run_gpu(bn_case))
     return {name: tensor.cpu() for name, tensor in got.items()}
 
 
@@ -510,7 +510,7 @@ def _results(layer: Any, bn_case: Case) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", SHAPES)
 def test_two_replicas_on_one_device(kind: str, dtype: torch.dtype, bound: float) -> None:
     bn_case = case(kind, dtype)
-    layer = with_parameters(SYNCHRONISED[kind](CHANNELS)).to("cuda", dtype)
+    layer = set_parameters(SYNCHRONISED[kind](CHANNELS)).to("cuda", dtype)
     assert largest_error(_results(layer, bn_case), reference(bn_case)) <= bound
     assert layer.num_batches_tracked == len(bn_case.inputs)
 
@@ -519,7 +519,7 @@ def test_two_replicas_on_one_device(kind: str, dtype: torch.dtype, bound: float)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
 def test_halves_on_one_device(dtype: torch.dtype, bound: float) -> None:
     bn_case = case("2d", dtype)
-    layer = with_parameters(SYNCHRONISED["2d"](CHANNELS)).cuda()
+    layer = set_parameters(SYNCHRONISED["2d"](CHANNELS)).cuda()
     assert largest_error(_results(layer, bn_case), reference(bn_case)) <= bound
 
 
@@ -538,9 +538,9 @@ def test_channels_last_and_autocast() -> None:
 
 @pytest.mark.gpu
 def test_one_process_on_a_gpu_gives_the_bits_of_torch() -> None:
-    bn_case = _on_gpu(case("2d", torch.float32))
-    layer = with_parameters(SYNCHRONISED["2d"](CHANNELS)).cuda()
-    plain = with_parameters(nn.BatchNorm2d(CHANNELS)).cuda()
+    bn_case = _run_gpu(case("2d", torch.float32))
+    layer = set_parameters(SYNCHRONISED["2d"](CHANNELS)).cuda()
+    plain = set_parameters(nn.BatchNorm2d(CHANNELS)).cuda()
     got, expected = train(layer, layer, bn_case), train(plain, plain, bn_case)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 

@@ -16,9 +16,9 @@ from batchnorm_cases import (
     case,
     largest_error,
     reference,
+    set_parameters,
     splits,
     train,
-    with_parameters,
 )
 from marks import slow
 from on_ranks import gathered, on_ranks, raises_with
@@ -36,7 +36,7 @@ from stepwrap.wrappers import (
 
 
 def _layer(kind: str, dtype: torch.dtype, **options: Any) -> Any:
-    return with_parameters(SYNCHRONISED[kind](CHANNELS, **options)).to(dtype)
+    return set_parameters(SYNCHRONISED[kind](CHANNELS, **options)).to(dtype)
 
 
 def _shards(bn_case: Case, sizes: list[int], index: int) -> Case:

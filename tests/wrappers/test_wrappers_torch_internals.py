@@ -52,7 +52,7 @@ def test_the_state_of_torch_is_as_it_was() -> None:
 
 
 @contextmanager
-def _without(owner: Any, name: str) -> Iterator[None]:
+def _remove_name(owner: Any, name: str) -> Iterator[None]:
     value = getattr(owner, name)
     delattr(owner, name)
     try:
@@ -74,7 +74,7 @@ def test_a_changed_torch_is_refused() -> None:
             f".{name}, without which a fully sharded model could train wrongly",
             f"use torch {CHECKED}",
         )
-        with _without(owner, name), raises_with(RuntimeError, *texts):
+        with _remove_name(owner, name), raises_with(RuntimeError, *texts):
             _model()
 
 
@@ -83,7 +83,7 @@ def test_an_error_if_torch_cannot_reset_its_state() -> None:
     model = _model()
     handle = model.module.net.head.register_forward_hook(_fail)
     with (
-        _without(FSDPModule, "reset_iter_state"),
+        _remove_name(FSDPModule, "reset_iter_state"),
         raises_with(RuntimeError, "create the model and its wrapper again"),
     ):
         model.train_step(own_batches(0, torch.float64)[0], sgd(model))

@@ -161,10 +161,10 @@ def test_compiled_with_batches_of_weight_0() -> None:
     for index in (10, 20):
         data[index] = data[index][0], torch.zeros(5, dtype=torch.long)
 
-    def weight_of(batch: Batch) -> float:
+    def get_weight(batch: Batch) -> float:
         return float(batch[1].any())
 
-    assert_identical(8, data, make=lambda model: adamw(model, loss_weight=weight_of))
+    assert_identical(8, data, make=lambda model: adamw(model, loss_weight=get_weight))
 
 
 @pytest.mark.slow

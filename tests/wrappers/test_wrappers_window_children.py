@@ -50,7 +50,7 @@ class TwoChildren(BaseModel):
         return {"loss": loss.detach()}
 
 
-def batch_of(update: int, at: int, rank: int) -> list[Any]:
+def make_batch(update: int, at: int, rank: int) -> list[Any]:
     generator = torch.Generator().manual_seed(100 * update + 10 * at + rank)
     options: Any = {"generator": generator, "dtype": torch.float64}
     return [torch.randn(4, 3, **options), torch.randn(4, 1, **options), USES[update][at]]
@@ -62,7 +62,7 @@ def train_plainly(model: TwoChildren) -> dict[str, Tensor]:
         optimizer.zero_grad()
         for at in range(WINDOW):
             for rank in range(2):
-                inputs, targets, uses_b = batch_of(update, at, rank)
+                inputs, targets, uses_b = make_batch(update, at, rank)
                 outputs = model.a(inputs)
                 outputs = outputs + model.b(inputs) if uses_b else outputs
                 (nn.functional.mse_loss(outputs, targets) / 4).backward()
@@ -75,7 +75,7 @@ def whole_state(wrapper: Any) -> dict[str, Tensor]:
     return {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in state.items()}
 
 
-def optims_of(wrapper: nn.Module, kind: Any = OptimWrapper, **options: Any) -> OptimWrapperDict:
+def make_optims(wrapper: nn.Module, kind: Any = OptimWrapper, **options: Any) -> OptimWrapperDict:
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1, weight_decay=0.1)
     return OptimWrapperDict(both=kind(optimizer, WINDOW, **options))
 
@@ -104,10 +104,10 @@ def test_weights_equal_plain_training(
     if "mesh" in options:
         options = {"mesh": build_mesh(options["mesh"])}
     wrapper = wrap_model(kind, model, **options)
-    optims = optims_of(wrapper, **optim)
+    optims = make_optims(wrapper, **optim)
     for update in range(len(USES)):
         for at in range(WINDOW):
-            wrapper.train_step(batch_of(update, at, dist.get_rank()), optims)
+            wrapper.train_step(make_batch(update, at, dist.get_rank()), optims)
         assert not unreduced
     assert_near(whole_state(wrapper), expected, 1e-12)
 
@@ -119,10 +119,10 @@ def test_a_loss_scale(kind: str) -> None:
     model = TwoChildren().float()
     expected = train_plainly(copy.deepcopy(model).double())
     wrapper = wrap_model(kind, model)
-    optims = optims_of(wrapper, AmpOptimWrapper, dtype="float16", loss_scale=256.0)
+    optims = make_optims(wrapper, AmpOptimWrapper, dtype="float16", loss_scale=256.0)
     for update in range(len(USES)):
         for at in range(WINDOW):
-            inputs, targets, uses_b = batch_of(update, at, dist.get_rank())
+            inputs, targets, uses_b = make_batch(update, at, dist.get_rank())
             wrapper.train_step([inputs.float(), targets.float(), uses_b], optims)
     assert_near({n: v.double() for n, v in whole_state(wrapper).items()}, expected, 5e-3)
 
@@ -132,16 +132,16 @@ def test_a_window_that_is_resumed_from_a_checkpoint(tmp_path: Any) -> None:
     model = TwoChildren()
     expected = train_plainly(copy.deepcopy(model))
     wrapper = wrap_model("separate", model)
-    optims = optims_of(wrapper)
+    optims = make_optims(wrapper)
     for update in range(len(USES)):
-        wrapper.train_step(batch_of(update, 0, dist.get_rank()), optims)
+        wrapper.train_step(make_batch(update, 0, dist.get_rank()), optims)
         state = LoopState(wrapper, optims, iteration=2 * update + 1, batch=2 * update + 1)
         path = save_checkpoint(tmp_path, state)
         wrapper = wrap_model("separate", TwoChildren())
-        optims = optims_of(wrapper)
+        optims = make_optims(wrapper)
         load_checkpoint(path).restore(LoopState(wrapper, optims))
         optims["both"].resumed_at = 0
-        wrapper.train_step(batch_of(update, 1, dist.get_rank()), optims)
+        wrapper.train_step(make_batch(update, 1, dist.get_rank()), optims)
     assert_near(whole_state(wrapper), expected, 1e-12)
 
 
@@ -149,11 +149,11 @@ def test_a_window_that_is_resumed_from_a_checkpoint(tmp_path: Any) -> None:
 def test_a_hook_that_does_more_than_average_is_refused() -> None:
     options = {"type": "powerSGD", "start_powerSGD_iter": 2}
     wrapper = wrap_model("separate", TwoChildren(), comm_hook=options)
-    optims = optims_of(wrapper)
-    wrapper.train_step(batch_of(1, 0, dist.get_rank()), optims)
+    optims = make_optims(wrapper)
+    wrapper.train_step(make_batch(1, 0, dist.get_rank()), optims)
     texts = "did not use b.0.weight", "or a comm_hook that averages"
     with raises_with(RuntimeError, *texts):
-        wrapper.train_step(batch_of(1, 1, dist.get_rank()), optims)
+        wrapper.train_step(make_batch(1, 1, dist.get_rank()), optims)
 
 
 class Alone(StepDistributedDataParallel):
@@ -181,7 +181,7 @@ def test_ddp_with_sparse_and_missing_gradients() -> None:
     optim_wrapper = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=1.0), WINDOW)
     before = [parameter.detach().clone() for parameter in net.parameters()]
     for at in range(WINDOW):
-        wrapper.train_step(batch_of(0, at, rank), optim_wrapper)
+        wrapper.train_step(make_batch(0, at, rank), optim_wrapper)
     for parameter, value in zip(net.parameters(), before, strict=True):
         assert same_on_ranks(parameter)
         assert not torch.equal(parameter, value)
