@@ -133,7 +133,7 @@ class Sum(nn.ModuleList):
         return total
 
 
-def made(parameters: int, width: int) -> tuple[LoopState, tuple[Tensor, Tensor]]:
+def make_run(parameters: int, width: int) -> tuple[LoopState, tuple[Tensor, Tensor]]:
     model = SingleDevice(SupervisedModel(Sum(parameters, width), nn.MSELoss()))
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=1e-6))
     optim.initialize_count_status(model, 0, 10**9)
@@ -142,7 +142,7 @@ def made(parameters: int, width: int) -> tuple[LoopState, tuple[Tensor, Tensor]]
 
 def measure_parameters(size: int) -> dict[str, float]:
     width = min(BLOCK, round(math.sqrt(size)))
-    state, batch = made(size, width)
+    state, batch = make_run(size, width)
     plain = Sum(size, width)
     by_hand = torch.optim.SGD(plain.parameters(), lr=1e-6)
 
@@ -183,7 +183,7 @@ def by_tensors(quick: bool) -> Iterator[Curve]:
         return cost(lambda: SingleDevice(SupervisedModel(net, nn.MSELoss())))
 
     def groups(size: int) -> float:
-        model = made(4 * size, 2)[0].model
+        model = make_run(4 * size, 2)[0].model
         paramwise = {"custom_keys": {"net.1": {"lr_mult": 0.1}, "net.2": {"decay_mult": 0.0}}}
         return cost(
             lambda: param_groups(
@@ -192,28 +192,28 @@ def by_tensors(quick: bool) -> Iterator[Curve]:
         )
 
     def first_update(size: int) -> float:
-        state, batch = made(4 * size, 2)
+        state, batch = make_run(4 * size, 2)
         return cost(lambda: state.model.train_step(batch, state.optim_wrapper))
 
     def save(size: int) -> float:
-        state, _ = made(4 * size, 2)
+        state, _ = make_run(4 * size, 2)
         with tempfile.TemporaryDirectory() as folder:
             return cost(lambda: save_checkpoint(Path(folder), state))
 
     def mismatch(size: int) -> float:
-        saved, expected_state = made(4 * size, 2)[0], LoopState(SingleDevice(Renamed(size)))
+        saved, expected_state = make_run(4 * size, 2)[0], LoopState(SingleDevice(Renamed(size)))
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = load_checkpoint(save_checkpoint(Path(folder), saved))
             return cost(lambda: must_raise(lambda: checkpoint.load_model(expected_state.model)))
 
     def load(size: int) -> float:
-        state, _ = made(4 * size, 2)
+        state, _ = make_run(4 * size, 2)
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = load_checkpoint(save_checkpoint(Path(folder), state))
             return cost(lambda: checkpoint.load_model(state.model))
 
     def load_by_torch(size: int) -> float:
-        model = made(4 * size, 2)[0].model.module
+        model = make_run(4 * size, 2)[0].model.module
         weights = model.state_dict()
         return cost(lambda: model.load_state_dict(weights))
 
@@ -230,7 +230,7 @@ def by_tensors(quick: bool) -> Iterator[Curve]:
 
 
 class Renamed(nn.Module):
-    """A model whose parameters have other names than in `made`."""
+    """A model whose parameters have other names than in `make_run`."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def run_entries(quick: bool) -> Iterator[Curve]:
             registry.register_module(f"Thing{index}", module=Numbers)
         return registry
 
-    def found(size: int) -> float:
+    def get_last(size: int) -> float:
         registry, calls = filled(size), range(1000)
         return cost(lambda: [registry.get(f"Thing{size - 1}") for _ in calls]) / len(calls)
 
@@ -308,7 +308,7 @@ def run_entries(quick: bool) -> Iterator[Curve]:
 
     costs = {
         "registry: all registered": lambda size: cost(lambda: filled(size)),
-        "registry: one found": found,
+        "registry: one found": get_last,
         "registry: one missed": missed,
         "registry: a scope found": scopes,
     }

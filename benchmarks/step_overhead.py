@@ -130,12 +130,12 @@ def make_parts(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
 @contestant("hand-written loop", "no log")
 def hand_written(batches: ClockedBatches, device: torch.device) -> Run:
     net, optimizer = make_parts(device)
-    loss_of = nn.CrossEntropyLoss()
+    loss_function = nn.CrossEntropyLoss()
 
     def run() -> None:
         net.train()
         for inputs, target in batches:
-            loss = loss_of(net(inputs), target)
+            loss = loss_function(net(inputs), target)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -195,7 +195,7 @@ def ignite_engine(batches: ClockedBatches, device: torch.device) -> Run:
     from ignite.handlers import TensorboardLogger
 
     net, optimizer = make_parts(device)
-    loss_of = nn.CrossEntropyLoss()
+    loss_function = nn.CrossEntropyLoss()
 
     def run() -> None:
         net.train()
@@ -204,7 +204,7 @@ def ignite_engine(batches: ClockedBatches, device: torch.device) -> Run:
             mean = MeanLoss(lambda loss, step: logger.writer.add_scalar("loss", loss, step))
 
             def step(engine: object, batch: Batch) -> Tensor:
-                loss = loss_of(net(batch[0]), batch[1])
+                loss = loss_function(net(batch[0]), batch[1])
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -223,12 +223,12 @@ def accelerate_loop(batches: ClockedBatches, device: torch.device) -> Run:
 
     def train(accelerator: Accelerator) -> None:
         net, optimizer = accelerator.prepare(*make_parts(device))
-        loss_of = nn.CrossEntropyLoss()
+        loss_function = nn.CrossEntropyLoss()
         mean = MeanLoss(lambda loss, step: accelerator.log({"loss": loss}, step))
         net.train()
         for inputs, target in batches:
             with accelerator.accumulate(net):
-                loss = loss_of(net(inputs), target)
+                loss = loss_function(net(inputs), target)
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -259,12 +259,12 @@ def mmengine_runner(batches: ClockedBatches, device: torch.device) -> Run:
         def __init__(self) -> None:
             super().__init__()
             self.net, _ = make_parts(device)
-            self.loss_of = nn.CrossEntropyLoss()
+            self.loss_function = nn.CrossEntropyLoss()
 
         def forward(
             self, inputs: Tensor, target: Tensor, mode: str = "tensor"
         ) -> dict[str, Tensor]:
-            return {"loss": self.loss_of(self.net(inputs), target)}
+            return {"loss": self.loss_function(self.net(inputs), target)}
 
     def run() -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -293,7 +293,7 @@ def torchtnt_unit(batches: ClockedBatches, device: torch.device) -> Run:
     class Unit(AutoUnit):
         def __init__(self, folder: str) -> None:
             super().__init__(module=make_parts(device)[0], device=device, clip_grad_norm=None)
-            self.loss_of = nn.CrossEntropyLoss()
+            self.loss_function = nn.CrossEntropyLoss()
             self.logger = TensorBoardLogger(folder)
             self.mean = MeanLoss(lambda loss, step: self.logger.log("loss", loss, step))
 
@@ -303,7 +303,7 @@ def torchtnt_unit(batches: ClockedBatches, device: torch.device) -> Run:
             return torch.optim.SGD(module.parameters(), lr=0.01), None
 
         def compute_loss(self, state: object, data: Batch) -> tuple[Tensor, None]:
-            return self.loss_of(self.module(data[0]), data[1]), None
+            return self.loss_function(self.module(data[0]), data[1]), None
 
         def on_train_step_end(self, state: object, data: Batch, step: int, results: object) -> None:
             self.mean.add(results.loss)
@@ -330,11 +330,11 @@ def lightning_trainer(batches: ClockedBatches, device: torch.device, *, bare: bo
         def __init__(self) -> None:
             super().__init__()
             self.net, _ = make_parts(device)
-            self.loss_of = nn.CrossEntropyLoss()
+            self.loss_function = nn.CrossEntropyLoss()
             self.mean = MeanLoss(lambda loss, step: self.log("loss", loss))
 
         def training_step(self, batch: Batch, index: int) -> Tensor:
-            loss: Tensor = self.loss_of(self.net(batch[0]), batch[1])
+            loss: Tensor = self.loss_function(self.net(batch[0]), batch[1])
             self.mean.add(loss)
             return loss
 
@@ -371,7 +371,7 @@ def jitted_step(net: nn.Sequential) -> tuple[list[Any], Callable[..., Any]]:
     import jax
     import jax.numpy as jnp
 
-    def loss_of(weights: list[jax.Array], inputs: jax.Array, target: jax.Array) -> jax.Array:
+    def loss_function(weights: list[jax.Array], inputs: jax.Array, target: jax.Array) -> jax.Array:
         hidden = jax.nn.relu(inputs @ weights[0].T + weights[1])
         logits = jax.nn.log_softmax(hidden @ weights[2].T + weights[3])
         return -jnp.take_along_axis(logits, target[:, None], axis=1).mean()
@@ -380,7 +380,7 @@ def jitted_step(net: nn.Sequential) -> tuple[list[Any], Callable[..., Any]]:
     def step(
         weights: list[jax.Array], inputs: jax.Array, target: jax.Array
     ) -> tuple[list[jax.Array], jax.Array]:
-        loss, gradients = jax.value_and_grad(loss_of)(weights, inputs, target)
+        loss, gradients = jax.value_and_grad(loss_function)(weights, inputs, target)
         return [w - 0.01 * g for w, g in zip(weights, gradients, strict=True)], loss
 
     return [jnp.array(param.detach().numpy()) for param in net.parameters()], step

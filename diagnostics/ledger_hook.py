@@ -106,7 +106,7 @@ class LedgerHook(Hook):
         )
         trained = {id(p) for group_params in groups for p in group_params}
         frozen = [p for p in model.parameters() if id(p) not in trained]
-        self._add_group("update", "parameters in no optimizer", self._named(frozen))
+        self._add_group("update", "parameters in no optimizer", self._add_names(frozen))
         self._write(state.step)
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
@@ -149,14 +149,14 @@ class LedgerHook(Hook):
         if not self._due:
             return
         for group, parameters in _groups(name, optimizer):
-            gradients = [(n, p.grad) for n, p in self._named(parameters) if p.grad is not None]
+            gradients = [(n, p.grad) for n, p in self._add_names(parameters) if p.grad is not None]
             self._add_group("gradient", group, gradients)
 
     def _hash_weights(self, state: LoopState) -> None:
         reshard(state.model)
         for name, _, optimizer in get_optimizers(state):
             for group, parameters in _groups(name, optimizer):
-                self._add_group("update", group, self._named(parameters))
+                self._add_group("update", group, self._add_names(parameters))
         buffers = [(plain_name(n), buffer) for n, buffer in user_model(state.model).named_buffers()]
         self._add_group("update", "buffers", buffers)
 
@@ -186,7 +186,7 @@ class LedgerHook(Hook):
         self._entry.clear()
         self._interval = self._every_steps * self._writer.stride
 
-    def _named(self, parameters: Iterable[Tensor]) -> Named:
+    def _add_names(self, parameters: Iterable[Tensor]) -> Named:
         return [(self._names.get(id(p), "a parameter"), p) for p in parameters]
 
     def _watch_outputs(self, model: nn.Module) -> None:

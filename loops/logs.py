@@ -93,9 +93,13 @@ class LogBuffer:
 
         The raw values are kept, so that a resumed run sums them with the same rounding.
         """
-        raw = _by_name([entry for entry in self._raw if until is None or entry[0] <= until]).items()
+        raw = _collect_values(
+            [entry for entry in self._raw if until is None or entry[0] <= until]
+        ).items()
         return {
-            "sums": {name: (total.cpu(), _on(n, "cpu")) for name, (total, n) in self._sums.items()},
+            "sums": {
+                name: (total.cpu(), _move(n, "cpu")) for name, (total, n) in self._sums.items()
+            },
             "values": {name: _compact(name, values) for name, (values, _) in raw},
             "weights": {
                 name: _compact("weight", entry_weights)
@@ -108,21 +112,22 @@ class LogBuffer:
         """Restore a state to ``device``, on which training steps create their logs."""
         self.clear()
         sums = state["sums"].items()
-        self._sums = {name: (total.to(device), _on(n, device)) for name, (total, n) in sums}
+        self._sums = {name: (total.to(device), _move(n, device)) for name, (total, n) in sums}
         weights = state.get("weights", {})
         for name, values in state["values"].items():
-            logs: list[Mapping[str, Any]] = [{name: _on(value, device)} for value in values]
+            logs: list[Mapping[str, Any]] = [{name: _move(value, device)} for value in values]
             if name in weights:
                 pairs = zip(logs, weights[name], strict=True)
                 logs = [
-                    WeightedLogs(scalar_logs, _on(weight, device)) for scalar_logs, weight in pairs
+                    WeightedLogs(scalar_logs, _move(weight, device))
+                    for scalar_logs, weight in pairs
                 ]
             self._raw.extend((_RESTORED, scalar_logs) for scalar_logs in logs)
 
     def sums(self) -> dict[str, tuple[Tensor, float | Tensor]]:
         """Return for each name the sum of its values since ``clear``, and their count or weight."""
         sums = dict(self._sums)
-        for name, (values, weights) in _by_name(self._raw).items():
+        for name, (values, weights) in _collect_values(self._raw).items():
             added: tuple[Tensor, float | Tensor] = _sum(name, values), len(values)
             if weights:
                 added = _weighted_sum(name, values, weights)
@@ -133,7 +138,7 @@ class LogBuffer:
         return sums
 
 
-def _by_name(raw: Sequence[_BatchLogs]) -> dict[str, tuple[list[Any], list[Any]]]:
+def _collect_values(raw: Sequence[_BatchLogs]) -> dict[str, tuple[list[Any], list[Any]]]:
     """Return for each name its values and, if there are any, their weights."""
     by_name: dict[str, tuple[list[Any], list[Any]]] = {}
     for _, logs in raw:
@@ -184,7 +189,7 @@ def merged_means(scalars: Mapping[str, Any], weighted: LogBuffer | None) -> dict
     return merged
 
 
-def _on(value: Any, device: torch.device | str) -> Any:
+def _move(value: Any, device: torch.device | str) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 

@@ -282,10 +282,10 @@ def _tree(registry: Registry) -> Iterator[Registry]:
 def _find(registry: Registry, key: str) -> Any:
     scope, name = registry.split_scope_key(key)
     if scope is None:
-        targets = (_own(member, key) for member in _lineage(registry))
+        targets = (_find_own(member, key) for member in _lineage(registry))
         return next((target for target in targets if target is not None), None)
     if scope == registry.scope:
-        return _own(registry, name)
+        return _find_own(registry, name)
     if scope in registry.children:
         return _find(registry.children[scope], name)
     root = registry.root
@@ -294,7 +294,7 @@ def _find(registry: Registry, key: str) -> Any:
     return _find(root, key)
 
 
-def _own(registry: Registry, name: str) -> Any:
+def _find_own(registry: Registry, name: str) -> Any:
     if name not in registry.module_dict:
         registry.sources.load_locations()
     name = name if name in registry.module_dict else registry.aliases.get(name, name)

@@ -47,7 +47,7 @@ def _restore_surroundings() -> Iterator[None]:
     This covers the environment, the working directory, and torch's deterministic algorithms.
     """
     environment, cwd = dict(os.environ), Path.cwd()
-    for name in environment.keys() - ranks.without_launcher(environment.items()):
+    for name in environment.keys() - ranks.remove_launcher(environment.items()):
         del os.environ[name]
     yield
     os.chdir(cwd)

@@ -162,7 +162,7 @@ def broadcast(
     yield Named(name, group, lambda: f"{_describe(data, several)} from rank {src}")
     place_in_group(src, group)
     is_source = dist.get_rank() == src
-    targets = _own(data, several, is_target=several or not is_source)
+    targets = _check_own(data, several, is_target=several or not is_source)
     first_target = targets[_index("src_tensor", src_tensor, targets) if is_source else 0]
     memory = Memory(first_target, travel_device(group, first_target), is_read=is_source)
     yield
@@ -175,7 +175,7 @@ def broadcast(
 def all_reduce(group: _Group, data: Any, op: ReduceOp, *, several: bool = False) -> Steps[None]:
     name = _name("all_reduce", several)
     yield Named(name, group, lambda: f"{_get_name(op)} of {_describe(data, several)}")
-    tensors = _own(data, several, is_target=True)
+    tensors = _check_own(data, several, is_target=True)
     yield from _reduce(group, tensors, op, tensors, several=several)
 
 
@@ -184,7 +184,7 @@ def reduce(
 ) -> Steps[None]:
     name = _name("reduce", several)
     yield Named(name, group, lambda: f"{_get_name(op)} of {_describe(data, several)} to rank {dst}")
-    tensors = _own(data, several, is_target=True)
+    tensors = _check_own(data, several, is_target=True)
     place_in_group(dst, group, "dst")
     is_destination = dist.get_rank() == dst
     targets = [tensors[_index("dst_tensor", dst_tensor, tensors)]] if is_destination else []
@@ -389,7 +389,7 @@ def _list_on(
     return listed
 
 
-def _own(data: object, several: bool, *, is_target: bool) -> list[torch.Tensor]:
+def _check_own(data: object, several: bool, *, is_target: bool) -> list[torch.Tensor]:
     if several:
         return checked_tensors("tensor_list", data, is_target=is_target, are_alike=True)
     return [checked_tensor("tensor", data, is_target=is_target)]

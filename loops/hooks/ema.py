@@ -131,7 +131,7 @@ class _AveragingHook(Hook):
         self._params = list(named.values())
         # bfloat16 has 8 significant bits: adding 0.001 of a difference often changes nothing.
         kinds = [_averaged_dtype(param.dtype) for param in self._params]
-        pairs = zip(_parts(self._params), kinds, strict=True)
+        pairs = zip(_local_parts(self._params), kinds, strict=True)
         self._average = [param.detach().to(kind, copy=True) for param, kind in pairs]
         if self._restored is not None:
             names = list(named)
@@ -147,12 +147,12 @@ class _AveragingHook(Hook):
 
     def _add(self, count: int = 0) -> None:
         """Add the current parameters to the average, which contains ``count`` sets so far."""
-        pairs = zip(_parts(self._params), self._average, strict=True)
+        pairs = zip(_local_parts(self._params), self._average, strict=True)
         self._average_into(self._average, [p.to(mean.dtype) for p, mean in pairs], count)
 
     def _replacements(self) -> list[tuple[Tensor, Tensor]]:
         """Return the model's tensors that an evaluation replaces, each with its replacement."""
-        return list(zip(_parts(self._params), self._average, strict=True))
+        return list(zip(_local_parts(self._params), self._average, strict=True))
 
     def _swap_in(self, state: LoopState) -> None:
         if self._model is not user_model(state.model):
@@ -219,7 +219,7 @@ class EMAHook(_AveragingHook):
     def _collect(self, state: LoopState) -> None:
         since = state.step - self._start_step
         if since <= 0:
-            _copy(zip(self._average, _parts(self._params), strict=True))
+            _copy(zip(self._average, _local_parts(self._params), strict=True))
         elif since % self._every_steps == 0:
             self._add()
 
@@ -444,7 +444,7 @@ def _averaged_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize >= 4 else torch.float32
 
 
-def _parts(params: Sequence[Tensor]) -> list[Tensor]:
+def _local_parts(params: Sequence[Tensor]) -> list[Tensor]:
     """Return this rank's shards of the parameters, as tensors that share their memory."""
     return [local_part(param) for param in params]
 

@@ -122,7 +122,7 @@ class ScheduleWindow:
         self._count = 0
         self._inner = None if after else make(optimizer)
         # Describes the schedule before the range starts.
-        self._sample = self._inner or self._made()
+        self._sample = self._inner or self._make_scheduler()
 
     @property
     def scheduler(self) -> LRScheduler:
@@ -149,7 +149,7 @@ class ScheduleWindow:
         self._count = state["count"]
         self._inner = None
         if state["scheduler"] is not None:
-            self._inner = self._made()
+            self._inner = self._make_scheduler()
             _load(self._inner, state["scheduler"])
 
     def _start(self) -> LRScheduler:
@@ -160,7 +160,7 @@ class ScheduleWindow:
             scheduler.step()
         return scheduler
 
-    def _made(self) -> LRScheduler:
+    def _make_scheduler(self) -> LRScheduler:
         """Return a new scheduler without changing the settings of the parameter groups."""
         groups = self.optimizer.param_groups
         before = [(dict(group), deepcopy(_tensors_in(group))) for group in groups]

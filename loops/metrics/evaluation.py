@@ -198,7 +198,7 @@ def merge_metrics(metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | N
     it hangs if ranks hold lists of unequal length. Every BaseMetric is left out, since its
     ``compute`` gathers the results.
     """
-    leaf_metrics = [p for m in metrics.values() if isinstance(m, nn.Module) for p in _parts(m)]
+    leaf_metrics = [p for m in metrics.values() if isinstance(m, nn.Module) for p in _unsync(m)]
     cpu = torch.device("cpu")
     mine = [{key: _moved(getattr(p, key), cpu) for key in p._reductions} for p in leaf_metrics]
     by_rank = all_gather_object(mine, group)
@@ -253,7 +253,7 @@ def _computed(metric: AnyMetric, group: dist.ProcessGroup | None) -> Any:
         metric.dist_backend = backend
 
 
-def _parts(metric: nn.Module) -> list[Any]:
+def _unsync(metric: nn.Module) -> list[Any]:
     """Return a metric of torchmetrics and those inside it; turn off their synchronization."""
     leaf_metrics: list[Any] = [
         leaf_metric for leaf_metric in metric.modules() if hasattr(leaf_metric, "_reductions")

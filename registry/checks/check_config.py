@@ -134,7 +134,7 @@ def examine_config(cfg: Mapping[str, Any] | Examination) -> Examination:
     ]
     problems = [
         *failed,
-        *sorted([*named_problems, *_located(later_problems, names.config)], key=_place),
+        *sorted([*named_problems, *_located(later_problems, names.config)], key=_split_origin),
     ]
     return Examination(names.sections, problems, faulty, names.config, [])
 
@@ -473,7 +473,7 @@ def _located(problems: list[Problem], config: Config) -> list[Problem]:
             hint = hint_elsewhere(problem.key, is_similar="did you mean" in what)
             what = what.partition(";")[0] + hint if hint else what
         located.append(replace(problem, origin=config.origin(problem.key), what=what))
-    return sorted(dict.fromkeys(located), key=_place)
+    return sorted(dict.fromkeys(located), key=_split_origin)
 
 
 def _inheritance_hint(problem: Problem, config: Config) -> str:
@@ -483,8 +483,8 @@ def _inheritance_hint(problem: Problem, config: Config) -> str:
     if name == "type" or not (config.has(problem.key) and config.has(kind)):
         return ""
     by = config.origin(kind)
-    argument_file, _ = _place(replace(problem, origin=config.origin(problem.key)))
-    type_file, _ = _place(replace(problem, origin=by))
+    argument_file, _ = _split_origin(replace(problem, origin=config.origin(problem.key)))
+    type_file, _ = _split_origin(replace(problem, origin=by))
     if argument_file == type_file or argument_file.startswith("override "):
         return ""
     if type_file == shown(config.path):
@@ -495,6 +495,6 @@ def _inheritance_hint(problem: Problem, config: Config) -> str:
     return ""
 
 
-def _place(problem: Problem) -> tuple[str, int]:
+def _split_origin(problem: Problem) -> tuple[str, int]:
     match = re.fullmatch(r"(.*):(\d+)", problem.origin)
     return (match[1], int(match[2])) if match else (problem.origin, 0)

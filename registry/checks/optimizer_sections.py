@@ -46,7 +46,7 @@ def stepping_class(settings: Mapping[str, Any]) -> Any:
 
 def add_wrapper_type(optim_wrapper: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
     """Add the default type to one optimizer wrapper's settings, but not to settings by name."""
-    if _by_name(optim_wrapper, named_optimizers(optimizer)):
+    if _is_by_name(optim_wrapper, named_optimizers(optimizer)):
         return dict(optim_wrapper)
     return add_type(optim_wrapper, _WRAPPER)
 
@@ -58,7 +58,7 @@ def optim_wrapper_sections(optim_wrapper: Mapping[str, Any], optimizer: Any) -> 
     of them, or has separate settings by name.
     """
     names = named_optimizers(optimizer)
-    if not _by_name(optim_wrapper, names):
+    if not _is_by_name(optim_wrapper, names):
         common = add_type(optim_wrapper, _WRAPPER)
         return dict.fromkeys(names, common) or {"": common}
     by_name = {name: optim_wrapper.get(name) for name in (*names, *optim_wrapper)}
@@ -124,7 +124,7 @@ def _group_problems(settings: Mapping[str, Any], where: str) -> Iterator[Problem
         yield from _class_problems(settings["paramwise"], optimizer, where)
 
 
-def _by_name(optim_wrapper: Mapping[str, Any], names: Mapping[str, Any]) -> bool:
+def _is_by_name(optim_wrapper: Mapping[str, Any], names: Mapping[str, Any]) -> bool:
     if not names or "type" in optim_wrapper:
         return False
     sections = all(isinstance(section, Mapping) for section in optim_wrapper.values())
@@ -136,7 +136,7 @@ def _by_name(optim_wrapper: Mapping[str, Any], names: Mapping[str, Any]) -> bool
 def _wrapper_checks(
     optim_wrapper: Mapping[str, Any], names: Mapping[str, Any], optimizer: Any
 ) -> Iterator[Problem | Later]:
-    by_name = _by_name(optim_wrapper, names)
+    by_name = _is_by_name(optim_wrapper, names)
     for name, one in optim_wrapper_sections(optim_wrapper, optimizer).items():
         where = f"optim_wrapper.{name}" if by_name else "optim_wrapper"
         if by_name and name not in names:

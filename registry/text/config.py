@@ -241,16 +241,18 @@ def _apply(values: dict[str, Any], origins: dict[str, str], text: str) -> None:
     origins.update(own_origins)
     section: Any = values
     for at in range(len(path) - 1):
-        name = _place(section, path, at, origins)
+        name = _resolve_key(section, path, at, origins)
         present = section.get(name) if isinstance(section, dict) else section[name]
         if present is None:
             section[name] = {}
             origins[".".join(path[: at + 1])] = origin
         section = section[name]
-    section[_place(section, path, len(path) - 1, origins)] = merge(None, value)
+    section[_resolve_key(section, path, len(path) - 1, origins)] = merge(None, value)
 
 
-def _place(section: Any, path: tuple[str, ...], at: int, origins: Mapping[str, str]) -> str | int:
+def _resolve_key(
+    section: Any, path: tuple[str, ...], at: int, origins: Mapping[str, str]
+) -> str | int:
     """Return the key or index for one part of an override's path, or raise ConfigError."""
     key, dotted = path[at], ".".join(path)
     if isinstance(section, dict):

@@ -85,7 +85,7 @@ def _run_trials(sweep: Sweep, options: Options) -> int:
     try:
         while len(sweep.trials) < options.trials:
             trial = sweep.next_trial()
-            words = " ".join(map(_shown, sweep.get_values(trial).items()))
+            words = " ".join(map(_format_setting, sweep.get_values(trial).items()))
             print(f"{sweep.run_dir(trial).name}: {words}", flush=True)
             done = sweep.run(trial, options.source, options.overrides, prune=not options.no_prune)
             print(f"  {_result(sweep, done)}", flush=True)
@@ -144,7 +144,7 @@ def _short_names(sweep: Sweep) -> list[str]:
     return [key if short.count(name) > 1 else name for key, name in pairs]
 
 
-def _shown(pair: tuple[str, Any]) -> str:
+def _format_setting(pair: tuple[str, Any]) -> str:
     return f"{pair[0]}={_number(pair[1])}"
 
 

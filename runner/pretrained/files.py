@@ -215,12 +215,12 @@ def _read_state(path: Path) -> dict[str, Any]:
     if not isinstance(content, Mapping) or not any(isinstance(o, Tensor) for o in content.values()):
         raise CheckpointError(
             f"{path} must hold a state dict, or a dict with one under {' or '.join(_STATE_KEYS)}; "
-            f"got {_shown(content)}. Save model.state_dict() in it"
+            f"got {_describe(content)}. Save model.state_dict() in it"
         )
     return {str(name): value for name, value in content.items()}
 
 
-def _shown(content: Any) -> str:
+def _describe(content: Any) -> str:
     if not isinstance(content, Mapping):
         return f"a {type(content).__name__}"
     return f"a dict with the keys {', '.join(map(str, list(content)[:8])) or '(none)'}"

@@ -23,6 +23,6 @@ def blocks(text: str, language: str) -> list[str]:
     return [code for kind, code in fenced if kind == language]
 
 
-def found(pattern: str, text: str) -> list[str]:
+def find_all(pattern: str, text: str) -> list[str]:
     """Return all matches, with ^ and $ for each line."""
     return re.findall(pattern, text, flags=re.MULTILINE)

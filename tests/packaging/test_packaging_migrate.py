@@ -11,7 +11,7 @@ from typing import Any
 import click
 import pytest
 import yaml
-from pages import found, page, section
+from pages import find_all, page, section
 from source_tree import FOLDERS
 
 from stepwrap.registry import RunSections, SchedulerSection
@@ -20,9 +20,9 @@ from stepwrap.runner.command.cli import COMMANDS
 
 
 def right_sides() -> list[str]:
-    rows = found(r"^\|(.+)\|$", page("migrate"))
+    rows = find_all(r"^\|(.+)\|$", page("migrate"))
     cells = [row.split(" | ")[1] for row in rows if " | " in row]
-    return [code for cell in cells for code in found(r"`([^`]+)`", cell)]
+    return [code for cell in cells for code in find_all(r"`([^`]+)`", cell)]
 
 
 def load(path: str) -> Any:

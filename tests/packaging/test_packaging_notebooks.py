@@ -42,7 +42,7 @@ def outputs(cells: list[str], folder: Path) -> list[list[dict[str, Any]]]:
     return [[output for output in cell if output.get("name") != "stderr"] for cell in every]
 
 
-def shown(output: dict[str, Any]) -> list[str]:
+def read_lines(output: dict[str, Any]) -> list[str]:
     """Return the lines of a display, and check that its HTML has the same text."""
     assert output["output_type"] == "display_data"
     text = output["data"]["text/plain"]
@@ -53,7 +53,7 @@ def shown(output: dict[str, Any]) -> list[str]:
 def test_progress_is_one_display_that_is_updated_in_place(tmp_path: Path) -> None:
     ((display, streams),) = outputs([HOOK], tmp_path)
     assert streams["text"] == "a line of the user\n"
-    *lines, final_line = shown(display)
+    *lines, final_line = read_lines(display)
     assert len(lines) == 19
     assert lines[0] == "epoch 1 step 482/500 loss 0.002075"
     assert lines[-1] == "epoch 1 step 500/500 loss 0.002"
@@ -69,7 +69,7 @@ def test_the_example_notebook(tmp_path: Path) -> None:
     assert not any(cell.get("outputs") for cell in every)
     _, trained, plotted, predicted, launched = outputs(cells, tmp_path)
     for (display, result), steps in ((trained, 320), (launched, 160)):
-        *lines, final_line = shown(display)
+        *lines, final_line = read_lines(display)
         assert lines[-1].startswith(f"val epoch 5/5 step {steps}/{steps} accuracy 0.9")
         assert f"step {steps}/{steps}" in final_line
         assert result["output_type"] == "execute_result"
@@ -98,8 +98,8 @@ def test_the_cells_of_the_page_on_notebooks(tmp_path: Path) -> None:
     in_process, launched, _, listed, failed = outputs(cells, tmp_path)
     # The training and the test each have a display.
     for training, test, result in (in_process, launched):
-        assert shown(training)[-2].startswith("val epoch 3/3 step 57/57 accuracy 0.")
-        assert shown(test)[0].startswith("test epoch 3/3 step 57/57 accuracy 0.")
+        assert read_lines(training)[-2].startswith("val epoch 3/3 step 57/57 accuracy 0.")
+        assert read_lines(test)[0].startswith("test epoch 3/3 step 57/57 accuracy 0.")
         assert eval(result["data"]["text/plain"])["accuracy"] > 0.8
     assert len(eval(listed[0]["data"]["text/plain"])) == 3
     text = "".join(output["text"] for output in failed)

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from page_modules import GIVEN, PAGES, page_modules
-from pages import blocks, found
+from pages import blocks, find_all
 
 
 def test_every_line_of_code_has_the_same_number_in_a_module() -> None:
@@ -19,7 +19,7 @@ def test_every_line_of_code_has_the_same_number_in_a_module() -> None:
                 if line and line != lines[number - 1]:
                     wrong.append(f"{page}:{number}: {line}")
                 expected[line] -= 1
-        wrong += [f"{page}: {line}" for line in (+expected) if not found(r"^# \w+\.py$", line)]
+        wrong += [f"{page}: {line}" for line in (+expected) if not find_all(r"^# \w+\.py$", line)]
     assert not wrong
 
 
@@ -29,6 +29,6 @@ def test_the_pages_use_the_names_that_they_do_not_define() -> None:
         (page, name)
         for page, names in GIVEN.items()
         for name in names.split(", ")
-        if len(found(rf"\b{name}\b", code[page])) < 2
+        if len(find_all(rf"\b{name}\b", code[page])) < 2
     }
     assert not unused

@@ -14,7 +14,7 @@ import click
 import pytest
 import torch
 import yaml
-from pages import blocks, found, page, section
+from pages import blocks, find_all, page, section
 from ranks import run_ranks
 from source_tree import FILES, FOLDERS, ROOT
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ def write_quick_start(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_first_program_of_the_readme_trains(tmp_path: Path) -> None:
     (program,) = [code for code in blocks(README, "python") if code.startswith("# first.py")]
-    losses = found(r"loss ([\d.]+)", run("-c", program, cwd=tmp_path))
+    losses = find_all(r"loss ([\d.]+)", run("-c", program, cwd=tmp_path))
     assert float(losses[-1]) < 0.2
     assert (tmp_path / "runs" / "first" / "metrics.jsonl").exists()
 
@@ -91,12 +91,12 @@ def test_the_first_program_of_the_readme_trains(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_quick_start_of_the_readme_runs(tmp_path: Path) -> None:
     write_quick_start(tmp_path)
-    commands = found(r"^stepwrap (.*)$", section(README, "Quick start"))
+    commands = find_all(r"^stepwrap (.*)$", section(README, "Quick start"))
     outputs = [run("-m", "stepwrap.runner", *command.split(), cwd=tmp_path) for command in commands]
     *trained, exported = outputs
     assert len(trained) == 4
     for text in trained:
-        assert float(found(r"accuracy ([\d.]+)", text)[-1]) > 0.95
+        assert float(find_all(r"accuracy ([\d.]+)", text)[-1]) > 0.95
     assert (tmp_path / "runs" / "circle" / "config.yaml").exists()
     assert "largest difference from the model: 0" in exported
     (use,) = [code for code in blocks(README, "python") if code.startswith("# use.py")]
@@ -123,20 +123,20 @@ def test_the_import_registers_the_strategy_of_lightning(tmp_path: Path) -> None:
 
 
 def test_the_readme_names_pages_and_commands_and_a_page_all_extras() -> None:
-    links = set(found(r"\]\(([^)#]+)\)", README))
+    links = set(find_all(r"\]\(([^)#]+)\)", README))
     assert {link for link in links if not (ROOT / link).exists()} == set()
     assert len([link for link in links if link.startswith("docs/")]) > 20
 
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
     # These extras are for developers of stepwrap only.
-    extras = {*found(r"^\| `(\w+)` \|", page("install")), "docs", "test"}
+    extras = {*find_all(r"^\| `(\w+)` \|", page("install")), "docs", "test"}
     assert extras == set(parser["options.extras_require"])
 
     (commands,) = [text for text in blocks(README, "") if "make demo" in text]
-    targets = " ".join(found(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text()))
-    assert {"demo", "test", "test-all"} <= {*found(r"\bmake ([\w-]+)", commands)}
-    assert {*found(r"\bmake ([\w-]+)", commands)} <= {*targets.split()}
+    targets = " ".join(find_all(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text()))
+    assert {"demo", "test", "test-all"} <= {*find_all(r"\bmake ([\w-]+)", commands)}
+    assert {*find_all(r"\bmake ([\w-]+)", commands)} <= {*targets.split()}
 
 
 # Architecture.
@@ -146,17 +146,17 @@ PATHS = ("a batch", "a config value", "a checkpoint", "a pool task", "an rpc cal
 
 def test_the_page_on_the_architecture_has_every_room_and_names_files_that_exist() -> None:
     text = page("architecture")
-    files = set(found(rf"\b(?:{'|'.join(FOLDERS)})/[\w/]+\.\w+", text))
+    files = set(find_all(rf"\b(?:{'|'.join(FOLDERS)})/[\w/]+\.\w+", text))
     assert len(files) > 30
     assert not [file for file in sorted(files) if not (ROOT / file).is_file()]
     rooms = {f"{file.parent.relative_to(ROOT)}/" for file in FILES if file.name == "__init__.py"}
-    assert sorted(found(r"^\| `([\w/]+/)` \| .{10,} \|$", text)) == sorted(rooms)
+    assert sorted(find_all(r"^\| `([\w/]+/)` \| .{10,} \|$", text)) == sorted(rooms)
 
 
 @pytest.mark.parametrize("subject", PATHS)
 def test_each_path_names_its_files(subject: str) -> None:
     path = section(page("architecture"), f"The path of {subject}")
-    assert len(set(found(r"`[\w/]+\.py`", path))) >= 4
+    assert len(set(find_all(r"`[\w/]+\.py`", path))) >= 4
 
 
 # The command, configs, hooks and predictions.
@@ -167,7 +167,7 @@ def test_the_page_on_fine_tuning(tmp_path: Path) -> None:
     text = page("finetuning")
     (tmp_path / "tuned.yaml").write_text(blocks(text, "yaml")[0])
     shown = blocks(text, "")
-    for command in found(r"^stepwrap (.*)$", shown[0]):
+    for command in find_all(r"^stepwrap (.*)$", shown[0]):
         done = ended("-m", "stepwrap.runner", *command.split(), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert shown[1].strip() in done.stderr
@@ -182,7 +182,7 @@ def test_the_example_of_an_adapter(tmp_path: Path) -> None:
     commands, shown, *_ = blocks(text, "")
     outputs = [
         ended("-m", "stepwrap.runner", *command.split(), cwd=tmp_path)
-        for command in found(r"^stepwrap (.*)$", commands)
+        for command in find_all(r"^stepwrap (.*)$", commands)
     ]
     assert not any(done.returncode for done in outputs)
     assert shown.strip() in outputs[1].stderr
@@ -215,7 +215,7 @@ def test_the_page_on_predictions(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["profiling", "reports", "trying_out"])
 def test_the_first_commands_of_a_page_run(name: str, tmp_path: Path) -> None:
     (commands, *_) = blocks(page(name), "")
-    for command in found(r"^stepwrap (.*)$", commands):
+    for command in find_all(r"^stepwrap (.*)$", commands):
         run("-m", "stepwrap.runner", *command.split(), cwd=tmp_path)
 
 
@@ -231,8 +231,8 @@ def test_the_page_on_the_command_names_all_of_it() -> None:
     context = click.Context(COMMANDS)
     ours = (name for name, entry in COMMANDS.entries.items() if entry.dist.name == "stepwrap")
     names = sorted(ours)
-    assert sorted(set(found(r"^stepwrap ([\w-]+) ", page("commands")))) == names
-    takers = dict(found(r"^\| `--([\w-]+)\b.*?` \| (.*?) \|", page("commands")))
+    assert sorted(set(find_all(r"^stepwrap ([\w-]+) ", page("commands")))) == names
+    takers = dict(find_all(r"^\| `--([\w-]+)\b.*?` \| (.*?) \|", page("commands")))
     assert takers.pop("debug") == "all"
     expected: dict[str, set[str]] = {}
     for name in names:
@@ -254,7 +254,7 @@ def test_the_page_on_configs_has_yaml_and_every_hook() -> None:
 def shown_arguments(name: str, kind: str) -> dict[str, str]:
     """Return the arguments and defaults that the page on hooks lists for a hook."""
     text = section(page("hooks"), f"{name}: {kind}")
-    shown = dict(found(r"^\| `(\w+)` \| (.*?) \| .{20,} \|$", text))
+    shown = dict(find_all(r"^\| `(\w+)` \| (.*?) \| .{20,} \|$", text))
     assert shown or "No arguments." in text, f"{name}: no list of arguments"
     return shown
 
@@ -303,7 +303,7 @@ def test_the_page_on_schedules(
     assert main(["train", "scheduled.yaml", *words]) == 0
     lines = Path("runs/scheduled/metrics.jsonl").read_text().splitlines()
     rates = [record["lr"] for record in map(json.loads, lines) if record["phase"] == "train"]
-    (table,) = found(r"^\| rate \|(.*)\|$", text)
+    (table,) = find_all(r"^\| rate \|(.*)\|$", text)
     assert rates == pytest.approx([float(rate) for rate in table.split("|")], rel=1e-3)
     for code in blocks(text, "python"):
         exec(code, {})
@@ -315,7 +315,7 @@ def test_the_page_on_sweeps(tmp_path: Path) -> None:
     write_quick_start(tmp_path)
     (tmp_path / "space.yaml").write_text(blocks(text, "yaml")[0])
     command, shown = blocks(text, "")
-    (words,) = found(r"^stepwrap (.*)$", command)
+    (words,) = find_all(r"^stepwrap (.*)$", command)
     out = run("-m", "stepwrap.runner", *words.split(), cwd=tmp_path)
     for line in shown.splitlines():
         # Numbers depend on the machine.
@@ -342,7 +342,7 @@ def entries(door: str) -> list[tuple[str, str]]:
     """Return the two lines of each function."""
     functions, _, tail = page("collectives").partition("\n## mmengine's names\n")
     text = functions if door == "own" else tail.partition("\n## ")[0]
-    return found(r"^- (`.+)\n  (.+)$", text)
+    return find_all(r"^- (`.+)\n  (.+)$", text)
 
 
 def run_examples(door: str, folder: Path) -> int:
@@ -369,7 +369,7 @@ def run_examples(door: str, folder: Path) -> int:
 @pytest.mark.parametrize("door", DOORS)
 def test_the_page_on_collectives_names_all_and_its_examples_run(door: str, tmp_path: Path) -> None:
     heads = [head.partition(": ")[0] for head, _ in entries(door)]
-    named = {name for head in heads for name in found(r"`(\w+)", head)}
+    named = {name for head in heads for name in find_all(r"`(\w+)", head)}
     assert named == set(DOORS[door].__all__)
     count = run_examples(door, tmp_path)
     assert count > 20
@@ -406,7 +406,7 @@ def test_the_page_on_data_parallel_names_every_public_name() -> None:
     offered = {name for name in stepwrap.wrappers.__all__ if SUBJECT.search(name)}
     # The page writes the classes of the layer as `SynchronizedBatchNorm1d`, `2d` and `3d`.
     short = {f"SynchronizedBatchNorm{dims}d" for dims in (2, 3)}
-    assert offered - set(found(r"\w+", text)) - short == set()
+    assert offered - set(find_all(r"\w+", text)) - short == set()
     assert len(offered) > 15
     (config,) = blocks(text, "yaml")
     assert yaml.safe_load(config)["wrapper"]["sync_batchnorm"] is True

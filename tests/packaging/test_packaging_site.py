@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from browser import Browser
-from pages import found, page, section
+from pages import find_all, page, section
 from programs import ended, run
 from source_tree import FOLDERS, ROOT
 
@@ -59,7 +59,7 @@ class Links(HTMLParser):
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    named = found(r"^ +- .*?([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text())
+    named = find_all(r"^ +- .*?([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text())
     assert len(named) == len(set(named))
     assert {file.name for file in (ROOT / "docs").glob("*.md")} <= set(named)
     # Users do not import transport/, primitives/ and version/; configs/ only has examples.
@@ -69,19 +69,19 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def test_the_front_page_leads_to_every_task() -> None:
     table = section(page("index"), "I want to ...")
-    rows = dict(found(r"^\| ([^|]+) \| (.+?) \|", table))
+    rows = dict(find_all(r"^\| ([^|]+) \| (.+?) \|", table))
     assert not [task for task in TASKS if "](" not in rows.get(task, "")]
-    links = found(r"\]\(([\w.]+)[#)]", table)
+    links = find_all(r"\]\(([\w.]+)[#)]", table)
     assert not [link for link in links if not (ROOT / "docs" / link).exists()]
 
 
 def test_the_figures_of_the_front_page_are_measured() -> None:
     figures = section(page("index"), "Measured")
-    ratios = found(r"(\d\.\d+) times", figures)
+    ratios = find_all(r"(\d\.\d+) times", figures)
     assert len(ratios) == 3
     assert not [ratio for ratio in ratios if f"| {ratio} | " not in page("performance")]
-    cells = found(r"(\d+) of (\d+) combinations", figures)
-    assert cells == found(r"Of (\d+) cells,\n  (\d+) are within", page("parity"))
+    cells = find_all(r"(\d+) of (\d+) combinations", figures)
+    assert cells == find_all(r"Of (\d+) cells,\n  (\d+) are within", page("parity"))
 
 
 def test_every_page_starts_with_its_purpose_and_an_example() -> None:
@@ -142,7 +142,7 @@ def test_no_page_of_the_site_loads_anything_from_elsewhere(site: Path) -> None:
     ]
     assert not wrong
     for file in site.rglob("*.css"):
-        assert not found(r"url\(\s*['\"]?https?:", file.read_text()), file
+        assert not find_all(r"url\(\s*['\"]?https?:", file.read_text()), file
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_the_lists_of_the_site_are_lists(site: Path) -> None:
         f"{file.relative_to(site)}: {line}"
         for file in sorted(site.rglob("*.html"))
         for text in re.findall(r"<p>(.*?)</p>", file.read_text(), flags=re.DOTALL)
-        for line in found(r"^(?:[-*|] |\d\. ).*", text)
+        for line in find_all(r"^(?:[-*|] |\d\. ).*", text)
     ]
     assert not wrong
 
@@ -172,7 +172,7 @@ def test_the_reference_of_the_site_has_a_meaning_for_every_setting(site: Path) -
 def test_the_reference_of_the_site_has_every_registered_class_of_ours(site: Path) -> None:
     text = (site / "reference" / "classes.html").read_text()
     listed = run("-m", "stepwrap.runner", "list", "hooks")
-    names = found(r"^  (\w+)", listed)
+    names = find_all(r"^  (\w+)", listed)
     assert len(names) > 10
     assert not [name for name in names if f'id="{name.lower()}"' not in text]
 

@@ -343,7 +343,7 @@ def test_worker_of_a_pool_with_its_own_queues_is_replaced():
 def test_contexts(method):
     contexts = [["a"], ["b"]]
     with CtxPool(2, work.initialize, ("x",), worker_contexts=contexts, start_method=method) as pool:
-        results = pool.map(work.with_context, range(40), 1)
+        results = pool.map(work.use_context, range(40), 1)
         assert [number for _, number in results] == list(range(40))
         assert all(context in contexts for context, _ in results)
         assert pool.apply(work.stored_context)[1] == ["x"]
@@ -360,9 +360,9 @@ def test_replaced_worker_has_its_place_and_a_fresh_context():
 
 def test_no_contexts():
     with CtxPool(1, start_method="fork") as pool:
-        assert pool.apply(work.with_context, (3,)) == (None, 3)
-    assert proxy_ctx_caller((work.with_context, (5,), {})) == (None, 5)
-    assert proxy_ctx_caller(work.with_context, (), {"number": 2}) == (None, 2)
+        assert pool.apply(work.use_context, (3,)) == (None, 3)
+    assert proxy_ctx_caller((work.use_context, (5,), {})) == (None, 5)
+    assert proxy_ctx_caller(work.use_context, (), {"number": 2}) == (None, 2)
 
 
 def test_function_of_a_call_that_pauses(processes):

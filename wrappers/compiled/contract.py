@@ -56,7 +56,7 @@ class Contract:
         )
         self._scope: dict[str, Any] = {"model": model, "batch": None}
         self._optimizer, self._wrappers = optimizer, (wrapper, optim_wrapper)
-        self._parts = _parts(wrapper, optim_wrapper)
+        self._list_used = _list_used(wrapper, optim_wrapper)
         self._options = _clip_options(optim_wrapper)
         self._batch_order = key_order(batch)
         self._tables = [*_attributes_with_dicts(model)]
@@ -124,7 +124,7 @@ class Contract:
     def settings_hold(self) -> bool:
         """Return whether wrappers, optimizer and settings are unchanged, except learning rates."""
         return (
-            all(map(operator.is_, _parts(*self._wrappers), self._parts))
+            all(map(operator.is_, _list_used(*self._wrappers), self._list_used))
             and _clip_options(self._wrappers[1]) == self._options
             and [*map(len, self._owners)] == self._lengths
             and "forward" not in self._wrapper
@@ -218,7 +218,7 @@ def _reach(size: int, stride: int) -> int:
     return (size - 1) * stride
 
 
-def _parts(wrapper: Any, optim_wrapper: Any) -> tuple[Any, ...]:
+def _list_used(wrapper: Any, optim_wrapper: Any) -> tuple[Any, ...]:
     """Return the objects and methods that a step uses."""
     optimizer, kind = optim_wrapper.optimizer, type(optim_wrapper)
     return (

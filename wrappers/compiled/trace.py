@@ -303,19 +303,19 @@ def join_gradients(like: Sequence[Tensor], gradients: Sequence[Tensor | None]) -
         (torch.zeros_like(tensor) if gradient is None else gradient).reshape(-1)
         for tensor, gradient in zip(like, gradients, strict=True)
     ]
-    return [torch.cat([filled[at] for at in bucket]) for bucket in _parts(like)]
+    return [torch.cat([filled[at] for at in bucket]) for bucket in _bucket_indices(like)]
 
 
 def split_joined(like: Sequence[Tensor], joined: Sequence[Tensor]) -> list[Tensor]:
     """Return joined gradients in the shapes of ``like``."""
     by_index: dict[int, Tensor] = {}
-    for flat, bucket in zip(joined, _parts(like), strict=True):
+    for flat, bucket in zip(joined, _bucket_indices(like), strict=True):
         chunks = torch.split(flat, [like[at].numel() for at in bucket])
         by_index |= {at: chunk.view_as(like[at]) for at, chunk in zip(bucket, chunks, strict=True)}
     return [by_index[at] for at in range(len(like))]
 
 
-def _parts(like: Sequence[Tensor]) -> list[list[int]]:
+def _bucket_indices(like: Sequence[Tensor]) -> list[list[int]]:
     """Return the indices of the tensors to join; large tensors are not joined with others."""
     buckets: dict[Any, list[int]] = {}
     num_bytes: Counter[torch.dtype] = Counter()

@@ -29,7 +29,7 @@ class _Round:
 
     @property
     def place(self) -> str:
-        return f"{_named(self.layer)} (call {self.call})"
+        return f"{_quote(self.layer)} (call {self.call})"
 
 
 class ReplicationSession:
@@ -147,7 +147,7 @@ class ReplicationSession:
         self._raise_if_aborted()
         if copy_id in self._finished and self.num_copies > 1:
             raise ReplicationError(
-                f"copy {copy_id} calls {_named(layer)} after its forward has ended; a layer that "
+                f"copy {copy_id} calls {_quote(layer)} after its forward has ended; a layer that "
                 "waits for other copies cannot be run again in the backward, so do not checkpoint "
                 "its activations"
             )
@@ -216,7 +216,7 @@ class ReplicationSession:
         return f"{waits} did not arrive within timeout_s={self.timeout_s:g}"
 
 
-def _named(layer: str) -> str:
+def _quote(layer: str) -> str:
     return f"layer {layer!r}" if layer else "the module itself"
 
 

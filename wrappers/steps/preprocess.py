@@ -159,7 +159,7 @@ class DataPreprocessor(nn.Module):
         self._mean, self._std = _numbers("mean", mean), _numbers("std", std)
         if self._std is not None and min(self._std) <= 0:
             raise ValueError(f"std must be positive, got {std!r}")
-        self._place(torch.empty(0))
+        self._set_device(torch.empty(0))
 
     @property
     def device(self) -> torch.device:
@@ -187,10 +187,10 @@ class DataPreprocessor(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataPreprocessor:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # torch calls this method whenever a module is moved or converted.
-        self._place(fn(torch.empty(0, dtype=self._dtype, device=self._device)))
+        self._set_device(fn(torch.empty(0, dtype=self._dtype, device=self._device)))
         return self
 
-    def _place(self, probe: Tensor) -> None:
+    def _set_device(self, probe: Tensor) -> None:
         self._device, self._dtype = probe.device, probe.dtype
         # Not buffers: DDP would broadcast them in every step, and checkpoints would contain them.
         self._shift = None if self._mean is None else probe.new_tensor(self._mean)
