@@ -23,6 +23,19 @@ from typing import Any
 Figure = dict[str, Any]
 
 OURS = "stepwrap"
+# The figures in the table of docs/performance.md: benchmark, title and contestant.
+HEADLINES = (
+    ("step_overhead", "a training step", "stepwrap wrapper"),
+    ("step_overhead", "a training step", "stepwrap loop, default hooks"),
+    ("step_overhead", "a training step", "Lightning Trainer"),
+    ("step_overhead", "a training step", "JAX, jitted step"),
+    ("compiled", "a step of the perceptron", "stepwrap, compile: step"),
+    ("compiled_ddp", "2 ranks, 10^6 parameters: a step", "stepwrap, compile: step"),
+    ("wrappers", "fsdp, 10^6 parameters: a step", "stepwrap"),
+    ("sync_batchnorm", "CNN, 2 ranks", "stepwrap"),
+    ("feeding", "samples, digits", "stepwrap, in_memory: true"),
+    ("pools", "tensors of 1 MB as arguments", "stepwrap Pool"),
+)
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 
@@ -72,8 +85,7 @@ class Report:
                 the one with which each is compared. Contestants that were not measured are ignored.
             higher_is_better: whether the values are rates, whose ratios are inverted.
             notes: remarks by contestant, needed for a fair comparison.
-            summary: contestants to include in the chart and in docs/performance.md, in addition to
-                ours.
+            summary: contestants to include in the chart, in addition to ours.
         """
         figures = []
         for name, rounds in values.items():
@@ -131,23 +143,25 @@ def table(figures: Iterable[Figure]) -> Iterator[str]:
 
 
 def markdown(results: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a page: the origin of the figures, and those of the summary."""
+    """Yield the lines of a page: the origin of the figures, and a table of the main ones."""
     machine = results["machine"]
     yield (
         f"The {results['mode']} run of {results['date'][:10]}, commit {results['commit']}: "
         f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, "
         f"{machine['device']}."
     )
-    summary = [figure for figure in results["figures"] if figure["summary"]]
-    for benchmark, group in groupby(summary, lambda figure: figure["benchmark"]):
-        yield from ("", f"### {benchmark}", "")
-        yield from ("| what | who | median | ratio | to |", "|---|---|--:|--:|---|")
-        for figure in group:
-            name = f"{figure['name']}: {figure['note']}" if figure["note"] else figure["name"]
-            value = f"{number(figure['median'])} {figure['unit']}"
-            to = figure["ratio_to"] or ""
-            ratio = f"{figure['ratio_median']:.2f}" if to else ""
-            yield f"| {figure['title']} | {name} | {value} | {ratio} | {to} |"
+    yield from ("", "| what | who | median | ratio | to |", "|---|---|--:|--:|---|")
+    figures = {
+        tuple(figure[key] for key in ("benchmark", "title", "name")): figure
+        for figure in results["figures"]
+    }
+    for figure in filter(None, map(figures.get, HEADLINES)):
+        what = f"{figure['benchmark']}: {figure['title']}"
+        name = f"{figure['name']}: {figure['note']}" if figure["note"] else figure["name"]
+        value = f"{number(figure['median'])} {figure['unit']}"
+        to = figure["ratio_to"] or ""
+        ratio = f"{figure['ratio_median']:.2f}" if to else ""
+        yield f"| {what} | {name} | {value} | {ratio} | {to} |"
 
 
 def compute_ratio(figure: Figure) -> str:

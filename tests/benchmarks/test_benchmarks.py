@@ -148,7 +148,9 @@ def test_all_benchmarks_run_and_one_that_fails_is_named(tmp_path: Path) -> None:
     assert [figure["rounds"] for figure in json.loads(quick.read_text())["figures"]] == [3, 3]
 
 
-def test_the_page_of_figures_matches_its_file(report: Any, tmp_path: Path) -> None:
+def test_the_page_of_figures_matches_its_file(
+    report: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     copy = tmp_path / "docs" / "page.md"
     copy.parent.mkdir()
@@ -160,11 +162,15 @@ def test_the_page_of_figures_matches_its_file(report: Any, tmp_path: Path) -> No
         shutil.copy(ROOT / named[1], path)
         report.update(copy, path)
         assert copy.read_text(encoding="utf-8") == page
+        assert all(f"| {name}" in page for _, _, name in report.HEADLINES)
+    monkeypatch.setattr(report, "HEADLINES", [("steps", "a step", "stepwrap")])
     results_file = Results(report, tmp_path).write(
         {"by hand": STEADY, "stepwrap": scaled(STEADY, 2)}
     )
     report.update(copy, results_file)
-    assert "| a step | stepwrap | 200.0 us | 2.00 | by hand |" in copy.read_text(encoding="utf-8")
+    assert "| steps: a step | stepwrap | 200.0 us | 2.00 | by hand |" in copy.read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.slow
