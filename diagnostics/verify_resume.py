@@ -269,14 +269,16 @@ def _compare_elastic(uninterrupted: Path, resumed: Path, start: int, run: RunSec
     floats = {
         name: weight
         for name, weight in weights.items()
-        if weight.is_floating_point() and weight.numel()
+        if (weight.is_floating_point() or weight.is_complex()) and weight.numel()
     }
-    allowed = {name: _TOLERANCES.get(weight.dtype, _TOLERANCE) for name, weight in floats.items()}
+    allowed = {
+        name: _TOLERANCES.get(weight.dtype.to_real(), _TOLERANCE) for name, weight in floats.items()
+    }
     if not floats:
         print("the model has no floating-point weights to compare")
         return 0
     far = {
-        name: _distance(weight.double(), other_weights[name].double())
+        name: _distance(*(w.to(_exact(w)) for w in (weight, other_weights[name])))
         for name, weight in floats.items()
     }
     name = max(far, key=lambda name: far[name] / allowed[name])
@@ -294,6 +296,10 @@ def _compare_elastic(uninterrupted: Path, resumed: Path, start: int, run: RunSec
     else:
         print("  check whether a layer or the loss mixes samples (docs/exactness.md)")
     return 0 if drawn or not is_weighted else DIFFERENT
+
+
+def _exact(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 logger = logging.getLogger(__name__)
@@ -127,6 +127,27 @@ def _set_python_state(generator: Any, state: dict[str, Any]) -> None:
     generator.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
 
 
+def module_generators(model: nn.Module) -> dict[str, Any]:
+    """Return the generators in attributes of the modules of a model, each by path."""
+    generators: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        visited = {id(module.__dict__[name]) for name in ("_modules", "_parameters", "_buffers")}
+        for name, value in vars(module).items():
+            generators |= _walk(value, f"{path}.{name}", visited)
+    return generators
+
+
+def get_states(generators: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of generators by path."""
+    return {path: generator_state(generator) for path, generator in generators.items()}
+
+
+def set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Set the states of those generators whose paths have one."""
+    for path in generators.keys() & states.keys():
+        set_generator_state(generators[path], states[path])
+
+
 def _to_tensors(state: Any) -> Any:
     """Replace the arrays and scalars of NumPy in a state."""
     if isinstance(state, dict):
@@ -180,10 +201,10 @@ class DataGenerators:
             _warn_of_workers(loader, samples)
         if batch:
             self._begin = restored.get("begin", self._begin)
-            _set_states(samples, restored.get("now", {}))
+            set_states(samples, restored.get("now", {}))
         else:
-            _set_states({**order, **samples}, restored.get("now", {}))
-            self._begin = _states({**order, **samples})
+            set_states({**order, **samples}, restored.get("now", {}))
+            self._begin = get_states({**order, **samples})
 
     def know_order(self, loader: Any) -> bool:
         """Return whether all generators of the order have a state for the beginning of the pass."""
@@ -197,27 +218,18 @@ class DataGenerators:
             samples: whether to do the same with the generators of the data set.
         """
         order, of_samples = _find_generators(loader)
-        _set_states({**order, **of_samples} if samples else order, self._begin)
+        set_states({**order, **of_samples} if samples else order, self._begin)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the states when the pass began and now; {} without generators."""
         if self._restored is not None or not self._begin:
             return self._restored or {}
         order, samples = _find_generators(self._loader)
-        return {"begin": self._begin, "now": _states({**order, **samples})}
+        return {"begin": self._begin, "now": get_states({**order, **samples})}
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
         """Set the states from which the next pass continues."""
         self._begin, self._restored = {}, state
-
-
-def _states(generators: Mapping[str, Any]) -> dict[str, Any]:
-    return {path: generator_state(generator) for path, generator in generators.items()}
-
-
-def _set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    for path in generators.keys() & states.keys():
-        set_generator_state(generators[path], states[path])
 
 
 def _find_generators(loader: Any) -> tuple[dict[str, Any], dict[str, Any]]:

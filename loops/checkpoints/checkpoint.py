@@ -22,7 +22,7 @@ from ...collectives import all_gather_object
 from ...wrappers.layout import reshard
 from ...wrappers.steps.preprocess import get_device
 from ...wrappers.unwrap import num_data_ranks, user_model
-from ..rng import capture_rng
+from ..rng import capture_rng, get_states, module_generators
 from ..state import LoopState, WeightSource
 from . import files as disk
 from . import weights
@@ -368,9 +368,11 @@ def _own_contents(state: LoopState, at_current_batch: bool) -> dict[str, Any]:
         reader_state = state.data.reader.state_dict()
     if reader_state is not None and at_current_batch:
         own["loader"] = weights.to_plain(reader_state, "loader")
-    generators = state.data.generators.state_dict()
-    if generators:
-        own["generators"] = weights.to_plain(generators, "generators")
+    generators = {
+        "generators": state.data.generators.state_dict(),
+        "model_generators": get_states(module_generators(model)),
+    }
+    own |= {name: weights.to_plain(states, name) for name, states in generators.items() if states}
     layouts = weights.gradient_places(model)
     return {**own, "places": layouts} if layouts else own
 

@@ -21,7 +21,7 @@ from ...wrappers.steps.preprocess import get_device
 from ...wrappers.unwrap import num_data_ranks, plain_name, user_model
 from ..hook import note_run
 from ..logs import mean_logs
-from ..rng import mix_seed, restore_rng, seed_rng
+from ..rng import mix_seed, module_generators, restore_rng, seed_rng, set_states
 from ..state import LoopState, PartReader
 from . import weights
 from .buffers import load_differing_buffers
@@ -308,6 +308,7 @@ class Checkpoint:
         content: dict[str, Any] = self.read(name)
         with reading(self.path, name, "rng"):
             restore_rng(content["rng"], get_device(model))
+            set_states(module_generators(model), content.get("model_generators", {}))
         return content
 
 

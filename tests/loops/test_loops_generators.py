@@ -13,6 +13,7 @@ import torch
 from loop_parts import assert_identical, get_weights, make_data, make_state
 from ranks import run_ranks
 from stream_parts import SaveAll
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -25,7 +26,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from stepwrap.loops import EpochTrainLoop, HookList, build_loader, load_checkpoint
+from stepwrap.loops import EpochTrainLoop, HookList, LoopState, build_loader, load_checkpoint
+from stepwrap.wrappers import OptimWrapper, SingleDevice, SupervisedModel
 
 SAMPLES = 22
 
@@ -160,6 +162,43 @@ def resume_everywhere(folder: Path, kind: str) -> None:
 def test_a_resumed_run_reads_what_an_uninterrupted_run_reads(tmp_path: Path, kind: str) -> None:
     """Inside a pass and at its end; the order of each pass is drawn from a generator."""
     resume_everywhere(tmp_path, kind)
+
+
+class OwnDropout(nn.Module):
+    """Dropout that draws from a generator of the module."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return inputs
+        if isinstance(self.generator, torch.Generator):
+            return inputs * (torch.rand(inputs.shape, generator=self.generator) > 0.2)
+        return inputs * (self.generator.random() > 0.2)
+
+
+@pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
+def test_generators_of_modules_continue(tmp_path: Path, kind: str) -> None:
+    def make() -> LoopState:
+        torch.manual_seed(0)
+        generators = {"torch": torch.Generator(), "python": random.Random(1)}
+        dropout = OwnDropout(generators.get(kind, np.random.default_rng(1)))
+        model = SupervisedModel(nn.Sequential(nn.Linear(4, 3), dropout), nn.CrossEntropyLoss())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return LoopState(model=SingleDevice(model), optim_wrapper=OptimWrapper(optimizer))
+
+    def loop() -> EpochTrainLoop:
+        return EpochTrainLoop(make_loader("build_loader"), max_epochs=2)
+
+    hook, state = SaveAll(tmp_path), make()
+    loop().run(state, HookList([hook]))
+    for _, path in hook.saved[::3]:
+        resumed = make()
+        load_checkpoint(path).restore(resumed)
+        loop().run(resumed, HookList())
+        assert_identical(get_weights(resumed), get_weights(state))
 
 
 def test_a_resumed_run_draws_the_order_of_a_loader_that_ranks_share(tmp_path: Path) -> None:

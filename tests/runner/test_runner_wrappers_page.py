@@ -109,7 +109,7 @@ def run_code(code: str, folder: Path) -> list[str]:
     names: dict[str, Any] = {
         "make_model": make_model,
         "model": make_model(),
-        "make_optim": make_optim,
+        "optim_of": make_optim,
         "batch": [words[:, :-1], words[:, 1:]],
         "batches": [[words[:, :-1], words[:, 1:]]] * 3,
         "samples": [torch.randn(4, 6)],

@@ -80,7 +80,7 @@ def train_by(step: Any, half: bool = False, **options: Any) -> Tensor:
 def test_gradients_of_autograd_grad_are_not_averaged() -> None:
     texts = (
         "different gradients of 'net.weight'",
-        "StepDistributedDataParallel_with_by_grad.train_step",
+        "StepDistributedDataParallel_with_compute_grad.train_step",
         "wrapper.average(gradient)",
     )
     with raises_with(RuntimeError, *texts):
