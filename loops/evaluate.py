@@ -33,7 +33,7 @@ from .metrics.directions import find_directions
 from .metrics.inputs import MetricInputs
 from .rng import preserved_generators, preserved_rng
 from .state import LoopState, Phase
-from .undo import attribute_restorer
+from .undo import WeightWatch, attribute_restorer
 from .uneven_inputs import get_first_batch, true_on_all_ranks
 
 logger = logging.getLogger(__name__)
@@ -412,8 +412,14 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Put ``model`` into eval mode; restore its buffers and its modules' plain attributes."""
+    """Put ``model`` into eval mode; restore its buffers and its modules' plain attributes.
+
+    Raises:
+        ValueError: the forward of a layer, apart from embeddings with ``max_norm``, has changed its
+            weights. They are not copied, to save memory.
+    """
     buffers, restore_attributes = save_buffers(model), attribute_restorer(model)
+    weights = WeightWatch(model)
     # Compiling for a validation batch first would change how training is compiled.
     compiles = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
@@ -423,3 +429,9 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     finally:
         restore_attributes()
         restore_buffers(buffers)
+        changed = weights.restore()
+    if changed:
+        raise ValueError(
+            f"the forward changes the weight {changed} even in eval mode, so that the validation "
+            "batch before training would change the run: set train.sanity_val to false"
+        )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from torch import nn
 
 from ..registry.local_paths import require_local
+from ..wrappers.steps.buffers import digest, transient_buffers
 from .logs import LogBuffer
 from .rng import DataGenerators
 
@@ -229,6 +230,8 @@ class LoopState(Counters, RunLength, Requests, EvalResults):
         restored_from: the folder of checkpoints and the serial number of the restored one; None
             after the run has saved the next one.
         settings: the resolved config, or other settings, for loggers.
+        first_buffers: hashes of the buffers with ``persistent=False`` at the creation of the state,
+            by name. Checkpoints contain those that have changed since.
         media_loggers: functions ``(state, kind, name, item)`` of loggers; kinds are "image",
             "figure" and "text".
 
@@ -251,11 +254,15 @@ class LoopState(Counters, RunLength, Requests, EvalResults):
     limits: dict[str, float] = field(default_factory=dict)
     restored_from: tuple[Path, int] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    first_buffers: dict[str, str] = field(default_factory=dict)
     media_loggers: list[Callable[[LoopState, str, str, Any], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.run_dir is not None:
             require_local(self.run_dir, "run_dir")
+        if not self.first_buffers:
+            buffers = transient_buffers(self.model)
+            self.first_buffers = {name: digest(buffer) for name, buffer in buffers.items()}
 
     def __repr__(self) -> str:
         # A notebook prints what `train` returns.

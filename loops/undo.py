@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..wrappers.features import model_features
-from ..wrappers.steps.buffers import restore_buffers, save_buffers
+from ..wrappers.steps.buffers import count_changes, restore_buffers, save_buffers
 from ..wrappers.steps.preprocess import get_device
+from ..wrappers.steps.step_checks import EMBEDDINGS
 from ..wrappers.unwrap import user_model
 from .rng import capture_rng, restore_rng
 from .state import LoopState
@@ -66,18 +67,56 @@ def _restore_contents(value: Any, contents: Any) -> None:
         value.update(contents)
 
 
+class WeightWatch:
+    """Notices weights that a forward changes in place, and restores those of embeddings.
+
+    An embedding with ``max_norm`` shortens the rows that a batch uses. Only its weights are copied,
+    because copies of all weights would need too much memory.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = user_model(model).named_parameters()
+        self._versions = {name: (p, count_changes(p)) for name, p in named}
+        self._copies = {
+            layer.weight: layer.weight.detach().clone()
+            for layer in user_model(model).modules()
+            if isinstance(layer, EMBEDDINGS) and layer.max_norm is not None
+        }
+
+    @torch.no_grad()
+    def restore(self) -> str:
+        """Restore the embeddings; return the name of another weight that has changed, or ""."""
+        changed = ""
+        for name, (parameter, version) in self._versions.items():
+            if count_changes(parameter) == version:
+                continue
+            copy_of_weight = self._copies.get(parameter)
+            if copy_of_weight is None:
+                changed = changed or name
+            else:
+                parameter.copy_(copy_of_weight)
+        return changed
+
+
 def window_restorer(state: LoopState) -> Callable[[], None]:
     """Return a function that undoes what the batches of an accumulation window changed.
 
     It restores the buffers, the random streams, and the state that a training step carries from
-    batch to batch, but neither weights nor counters.
+    batch to batch, but no counters. Of the weights, it restores those of embeddings with
+    ``max_norm``; it raises ValueError if the forward of another layer has changed its weights.
     """
     wrapper: Any = state.model
     buffers, device = save_buffers(wrapper), get_device(wrapper)
     streams = capture_rng(device)
     carried = deepcopy(model_features(wrapper).step_state())
+    weights = WeightWatch(wrapper)
 
     def restore() -> None:
+        changed = weights.restore()
+        if changed:
+            raise ValueError(
+                f"this step cannot be left out, because its forward changed the weight {changed}"
+            )
         restore_buffers(buffers)
         restore_rng(streams, device)
         if carried:

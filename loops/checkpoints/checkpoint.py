@@ -26,7 +26,12 @@ from ..rng import capture_rng, get_states, module_generators
 from ..state import LoopState, WeightSource
 from . import files as disk
 from . import weights
-from .buffers import Digests, buffer_digests, differing_buffers
+from .buffers import (
+    Digests,
+    buffer_digests,
+    changed_transient_buffers,
+    differing_buffers,
+)
 from .files import CheckpointError, own_rank, run_on_all_ranks, world_size
 from .optimizers import named
 from .shards import TABLE, Parts, Places, make_table
@@ -324,6 +329,7 @@ def _own_files(
     table = make_table([places for places, _ in collected])
     yield from parts.get_files(own_rank(), table)
     own_buffers = differing_buffers(state.model, [digests for _, digests in collected])
+    own_buffers |= changed_transient_buffers(state)
     yield rank_file(own_rank()), {**_own_contents(state, at_current_batch), **own_buffers}
     if own_rank() == 0:
         yield from ((f"{stem}.pt", tree) for stem, tree in parts.trees.items())

@@ -24,7 +24,7 @@ from ..logs import mean_logs
 from ..rng import mix_seed, module_generators, restore_rng, seed_rng, set_states
 from ..state import LoopState, PartReader
 from . import weights
-from .buffers import load_differing_buffers
+from .buffers import load_differing_buffers, load_transient_buffers
 from .checkpoint import links_in, list_checkpoints, rank_file, read_meta
 from .files import CheckpointError, find_damage, own_rank, reading, run_on_all_ranks, world_size
 from .optimizers import NameOrders, matched
@@ -232,6 +232,8 @@ class Checkpoint:
         # number of ranks has changed, data rank d reads the file of the first rank of block d.
         spacing = 1 if as_saved else saved // saved_data_ranks
         content = self._restore_rng(model, data_rank, spacing)
+        with reading(self.path, rank_file(data_rank), "transient_buffers"):
+            load_transient_buffers(state.model, content)
         if as_saved and content:
             with reading(self.path, rank_file(data_rank), "buffers"):
                 load_differing_buffers(state.model, content)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from ...wrappers.steps.buffers import count_changes
 from ..error_notes import describe, get_name
 from ..rng import preserved_generators, preserved_rng
 from .sampler import ShardedBatchSampler
@@ -52,7 +53,7 @@ class TensorLoader(DataLoader[Any]):
     def _read_tensors(self) -> None:
         self._tensors, self._build = _get_tensors(self.dataset, self._num_samples)
         # Kept, so that no other tensor can have the identity of one of these.
-        self._sources = [(tensor, _version(tensor)) for tensor in self._tensors]
+        self._sources = [(tensor, count_changes(tensor)) for tensor in self._tensors]
         self._check_samples([0, self._num_samples - 1])
         if self._device is not None:
             self._tensors = [tensor.to(self._device) for tensor in self._tensors]
@@ -61,7 +62,7 @@ class TensorLoader(DataLoader[Any]):
         dataset: Any = self.dataset
         present = _listed(dataset.tensors)
         pairs = zip(present, self._sources, strict=False)
-        is_same = all(now is t and _version(t) == version for now, (t, version) in pairs)
+        is_same = all(now is t and count_changes(t) == version for now, (t, version) in pairs)
         if not is_same or len(present) != len(self._sources):
             self._read_tensors()
         device = self._tensors[0].device
@@ -135,11 +136,6 @@ def _listed(declared: Any) -> list[Any]:
     if isinstance(declared, Mapping):
         return list(declared.values())
     return list(declared) if isinstance(declared, Sequence) else []
-
-
-def _version(tensor: Tensor) -> int:
-    """Return the number of changes in place; 0 if torch does not count them."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def selects_rows(dataset: Any, in_memory: Any, num_workers: int, collate: Any) -> bool:

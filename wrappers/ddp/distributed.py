@@ -27,6 +27,7 @@ from ..steps.step_checks import (
     LayoutWatch,
     ThawWatch,
     averaging_wrappers,
+    check_same_model,
 )
 from ..torch_functions import check_options, option_names, refuse_double_backward
 from .buckets import FixedBuckets
@@ -135,6 +136,7 @@ class StepDistributedDataParallel(ModelWrapper, FixedBuckets):
         require_process_group(type(self).__name__, REPLACED)
         module = apply_sync_batchnorm(module, sync_batchnorm, ddp_kwargs.get("process_group"))
         devices = {parameter.device for parameter in module.parameters()}
+        check_same_model(module, type(self).__name__, ddp_kwargs.get("process_group"))
         on_cuda = [device.type for device in devices] == ["cuda"]
         ddp_kwargs.setdefault("device_ids", list(devices) if on_cuda else None)
         super().__init__(module=module, **_renamed(ddp_kwargs))

@@ -16,7 +16,7 @@ from ..sharding.mesh import require_process_group
 from ..steps.plain_models import prepare_steps
 from ..steps.preprocess import get_device
 from ..steps.step import ModelWrapper
-from ..steps.step_checks import LayoutWatch, ThawWatch
+from ..steps.step_checks import LayoutWatch, ThawWatch, check_same_model
 from .distributed import REPLACED, StepDistributedDataParallel
 
 # Options of the whole model, which children do not have.
@@ -82,6 +82,7 @@ class SeparateDistributedDataParallel(ModelWrapper, nn.Module):
         check_children(module)
         group = ddp_kwargs.get("process_group")
         module = apply_sync_batchnorm(module, sync_batchnorm, group)
+        check_same_model(module, type(self).__name__, group)
         ddp_kwargs["broadcast_buffers"] = broadcast_buffers
         ddp_kwargs["find_unused_parameters"] = find_unused_parameters
         device = get_device(module)

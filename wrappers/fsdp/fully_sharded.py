@@ -150,6 +150,8 @@ class StepFullyShardedDataParallel(ModelWrapper, nn.Module):
             **fsdp_kwargs,
         }
         self._roots: list[Root] = []
+        # Whether the next forward must be checked for changes of weights.
+        self._is_watched = True
         options = _read(module, given, detect_anomalous_params)
         meshes = sharding_mesh(options, module)
         self.data_group = meshes.data_group
@@ -186,7 +188,15 @@ class StepFullyShardedDataParallel(ModelWrapper, nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model."""
         with self._freed(keep=torch.is_grad_enabled()):
-            return self.module(*inputs, **kwargs)
+            if not self._is_watched or not torch.is_grad_enabled():
+                return self.module(*inputs, **kwargs)
+            # The whole parameters exist from the second forward on.
+            exist = [root.note_versions() for root in self._roots]
+            self._is_watched = not any(exist)
+            outputs = self.module(*inputs, **kwargs)
+            for root in self._roots:
+                root.check_versions()
+            return outputs
 
     @contextmanager
     def _freed(self, *, keep: bool = False) -> Iterator[None]:

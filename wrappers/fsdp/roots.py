@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..layout import fsdp_roots, unreduced
+from ..steps.buffers import count_changes
 from ..torch_functions import refuse_double_backward, uncompiled
 from .torch_internals import (
     call_as_forward,
@@ -44,6 +45,7 @@ class Root:
     """
 
     def __init__(self, module: nn.Module, *, may_call_children: bool) -> None:
+        self._versions: list[tuple[Any, int]] = []
         self.module: Any = module
         self.may_call_children = may_call_children
         self.units = [child for child in module.modules() if isinstance(child, FSDPModule)]
@@ -204,6 +206,29 @@ class Root:
             if now[at] is not previous[at] and (chosen is None or chosen[at]):
                 _set_flag(fsdp_param.sharded_param, now[at])
         init_dtypes(self._groups)
+
+    def note_versions(self) -> bool:
+        """Note how often each whole parameter was changed; return whether there are any yet."""
+        wholes = ((fsdp_param, get_unsharded(fsdp_param)) for fsdp_param in self._params)
+        self._versions = [(p, count_changes(whole)) for p, whole in wholes if whole is not None]
+        return bool(self._versions)
+
+    def check_versions(self) -> None:
+        """Raise RuntimeError if a whole parameter was changed since ``note_versions``.
+
+        FSDP2 frees the whole parameters, so the change that a forward makes would be lost.
+        """
+        for fsdp_param, version in self._versions:
+            whole = get_unsharded(fsdp_param)
+            if whole is not None and count_changes(whole) != version:
+                ids = id(whole), id(fsdp_param.sharded_param)
+                named = self.module.named_parameters()
+                name = next((name for name, param in named if id(param) in ids), "a parameter")
+                raise RuntimeError(
+                    f"the forward changes the parameter {name}, and fsdp would lose the change: "
+                    "compute another tensor from the weight, or change the weight after the "
+                    "update, in on_update of a hook"
+                )
 
 
 def _allocate_whole(units: Iterable[Any]) -> None:

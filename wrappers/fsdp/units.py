@@ -20,6 +20,7 @@ from ..layout import broadcast_from_first_rank
 from ..sharding.mesh import agree
 from ..sharding.meta_init import check_no_meta_buffers
 from ..steps.step import overrides_train_step
+from ..steps.step_checks import check_unchanged_weights
 from .options import FsdpOptions, WrapPolicy
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> li
         return _description(module, options, list(units), ignored)
 
     agree(describe, mesh)
+    if mesh.size() > 1:
+        check_unchanged_weights(module, "fsdp")
     roots = find_roots(module, ignored)
     exact = full_precision_units(module, options.precision)
     if options.device is not None and not any(param.is_meta for param in module.parameters()):
@@ -100,6 +103,7 @@ def _description(
     return {
         **{name: (tuple(value.shape), str(value.dtype)) for name, value in named.items()},
         **{f"{name}.requires_grad": param.requires_grad for name, param in parameters.items()},
+        "the order of the parameters": list(parameters),
         "shard": units,
         "ignored_parameters": [name for name, param in parameters.items() if param in ignored],
         "mixed_precision": str(options.precision),

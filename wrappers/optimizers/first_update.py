@@ -9,14 +9,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.optim import Optimizer
 
-from ...collectives import comm_device
+from ...collectives import all_gather_object, comm_device
 from ..features import model_features
 from ..layout import get_layout, get_parameters, is_dtensor, local_part, split_models
 from ..steps.step_checks import DifferentGradientsError, averaging_wrappers, has_custom_step
+from ..unwrap import plain_name, user_model
 from .gates import NO_GATE, Gate
 from .optimizer_fit import align_fused_state, check_fused_gradients
 
@@ -70,6 +71,78 @@ class FirstUpdate(Gate):
             self._is_reached = True
         # Infinite gradients hide differences, so in that case the next update is checked again.
         return compare_gradients(self._optimizer, self._model)
+
+
+class SameParameters(Gate):
+    """Compare at some updates which sharded parameters have a gradient on each rank.
+
+    FSDP2 gathers and reduces the parameters of a module as one message. If the ranks use different
+    parameters whose messages have the same size, it mixes their weights and gradients.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._model: Any = None
+        self._updates = 0
+
+    def enter(self, model: Any) -> None:
+        self._model = model
+
+    def allows(self, optim_wrapper: Any) -> bool:
+        """Raise RuntimeError if the ranks differ; all ranks that share parameters must call this.
+
+        The first three updates are compared, and then each hundredth.
+        """
+        self._updates += 1
+        if self._updates <= 3 or self._updates % 100 == 0:
+            compare_used_parameters(self._optimizer, self._model)
+        return True
+
+
+def compare_used_parameters(optimizer: Optimizer, model: Any = None) -> None:
+    """Compare which sharded parameters have a gradient; all ranks that share them must call this.
+
+    Args:
+        optimizer: its sharded parameters are compared.
+        model: the model, for the names in the error.
+
+    Raises:
+        RuntimeError: a parameter has a gradient on some ranks only.
+    """
+    sharded = [p for p in get_parameters(optimizer) if is_dtensor(p) and p.requires_grad]
+    for mesh in dict.fromkeys(parameter.device_mesh for parameter in sharded):
+        parameters = [parameter for parameter in sharded if parameter.device_mesh == mesh]
+        if mesh.size() == distributed.get_world_size():
+            groups: list[ProcessGroup | None] = [None]
+        else:
+            groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        for group in groups:
+            _compare_used(parameters, group, model)
+
+
+def _compare_used(
+    parameters: Sequence[Tensor], group: ProcessGroup | None, model: nn.Module | None
+) -> None:
+    used = [parameter.grad is not None for parameter in parameters]
+    counts = torch.tensor(used, dtype=torch.int32, device=comm_device(group))
+    distributed.all_reduce(counts, group=group)
+    size = distributed.get_world_size(group)
+    differs = [index for index, count in enumerate(counts.tolist()) if count % size]
+    if not differs:
+        return
+    index = differs[0]
+    everywhere = all_gather_object(used[index], group)
+    ranks = ", ".join(str(rank) for rank, is_used in enumerate(everywhere) if is_used)
+    named = () if model is None else user_model(model).named_parameters()
+    names = {id(parameter): plain_name(name) for name, parameter in named}
+    name = names.get(id(parameters[index]), f"number {index} of the optimizer")
+    raise RuntimeError(
+        f"only on rank {ranks} of {size} the parameter {name} has a gradient ({len(differs)} such "
+        "parameters). Under fsdp, all ranks must use the same parameters in each step, because "
+        "FSDP2 would mix the weights and gradients of different ones. Use all of them on every "
+        "rank (for example, add 0 * layer(inputs).sum() to the loss), draw the numbers that choose "
+        "layers from the same generator on all ranks, or use ddp with find_unused_parameters"
+    )
 
 
 def compare_gradients(optimizer: Optimizer, custom: Any = None) -> bool:

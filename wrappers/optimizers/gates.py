@@ -72,6 +72,8 @@ class Gates:
             and it sets them to zero before other gates read them.
         first_update: checks the gradients of the first update. It precedes gates that skip
             updates without gradients or drop gradients, because it reports missing gradients.
+        same_parameters: compares which sharded parameters have gradients. It precedes gates that
+            drop gradients or skip updates, which every rank does alike.
         closure: refuses updates by an optimizer that needs a closure. It precedes gates that
             prepare an update, because there is none.
         gradients: skips and counts updates without gradients. It precedes ``freeze``, because
@@ -88,6 +90,7 @@ class Gates:
     phase: Gate = NO_GATE
     window: Gate = NO_GATE
     first_update: Gate = NO_GATE
+    same_parameters: Gate = NO_GATE
     closure: Gate = NO_GATE
     gradients: Gate = NO_GATE
     added: tuple[Gate, ...] = ()
@@ -109,6 +112,7 @@ class Gates:
             self.phase,
             self.window,
             self.first_update,
+            self.same_parameters,
             self.closure,
             self.gradients,
             *self.added,

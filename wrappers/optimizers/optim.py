@@ -17,7 +17,7 @@ from ...registry import OPTIM_WRAPPERS
 from ..features import OptimFeatures
 from ..layout import drop_unreduced_gradients, get_parameters, is_dtensor, no_sync, unreduced
 from .clipping import GradClip
-from .first_update import FirstUpdate
+from .first_update import FirstUpdate, SameParameters
 from .gates import (
     NO_GATE,
     ClosureGate,
@@ -376,6 +376,8 @@ class OptimWrapper(Accumulation):
             self.window = WeightedWindow(self.loss_weight, optimizer, accumulative_counts)
             self.gates.window = self.window
         self.gates.first_update = FirstUpdate(optimizer)
+        if self._is_sharded:
+            self.gates.same_parameters = SameParameters(optimizer)
         if self.needs_closure:
             check_closure(self)
             self.gates.closure = ClosureGate()

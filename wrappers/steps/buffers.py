@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -9,8 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ...primitives.tensor_bits import tensor_bytes
 from ..features import model_features
-from ..unwrap import user_model
+from ..unwrap import plain_name, user_model
 
 # For each buffer: the dict that holds it, its name in it, the buffer, and a copy of its values.
 _Saved: TypeAlias = list[tuple[dict[str, Any], str, Tensor, Tensor]]
@@ -37,6 +39,29 @@ def restore_buffers(saved: _Saved) -> None:
     """Restore the tensors and their values; other objects may refer to the tensors."""
     for owner, name, buffer, value in saved:
         owner[name] = buffer.copy_(value)
+
+
+def transient_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers inside wrappers that are not in state dicts (``persistent=False``)."""
+    return {
+        plain_name(f"{path}.{name}".lstrip(".")): module._buffers[name]
+        for path, module in user_model(model).named_modules()
+        for name in sorted(module._non_persistent_buffers_set & module._buffers.keys())
+        if module._buffers[name] is not None
+    }
+
+
+def digest(tensor: Tensor) -> str:
+    """Return a hash of the values of a tensor."""
+    if tensor.is_meta:
+        return ""
+    values = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    return hashlib.sha256(tensor_bytes(values.detach().cpu()).numpy().tobytes()).hexdigest()
+
+
+def count_changes(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 for inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @contextmanager

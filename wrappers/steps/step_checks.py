@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,10 +16,12 @@ from torch import Tensor, distributed, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointFunction
 
-from ...collectives import get_rank
+from ...collectives import all_gather_object, get_rank
 from ..features import model_features
 
 logger = logging.getLogger(__name__)
+
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 # The autograd node of re-entrant activation checkpointing, which runs a forward in the backward.
 _REENTRANT: type = CheckpointFunction._backward_cls
@@ -29,6 +33,47 @@ _BACKWARDS = 64
 _STRIDE = Tensor.stride
 # The names of losses whose first values `warn_of_total_loss` has compared.
 _compared_losses: set[tuple[str, ...]] = set()
+
+
+def check_same_model(
+    module: nn.Module, wrapper: str, group: distributed.ProcessGroup | None
+) -> None:
+    """Check that the ranks can train copies of a model; every rank of the group must call this.
+
+    Raises:
+        ValueError: the parameters or their order differ between ranks, or the forward of a layer
+            changes its weights.
+    """
+    if distributed.get_world_size(group) == 1:
+        return
+    parameters = [
+        f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' (frozen)'}"
+        for name, param in module.named_parameters()
+    ]
+    text = "\n".join(parameters).encode()
+    digests = all_gather_object(hashlib.sha256(text).digest(), group)
+    if len(set(digests)) > 1:
+        by_rank: list[list[str]] = all_gather_object(parameters, group)
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        pairs = zip_longest(by_rank[0], by_rank[other], fillvalue="no parameter")
+        position, (a, b) = next((n, pair) for n, pair in enumerate(pairs) if len({*pair}) > 1)
+        raise ValueError(
+            f"{wrapper} needs the same model on all ranks, but parameter {position} is {a} on rank "
+            f"0 and {b} on rank {other}: create the layers in the same order on all ranks, for "
+            "example not in the order of a set"
+        )
+    check_unchanged_weights(module, wrapper)
+
+
+def check_unchanged_weights(module: nn.Module, wrapper: str) -> None:
+    """Raise ValueError if an embedding changes its weights in the forward (``max_norm``)."""
+    for name, layer in module.named_modules():
+        if getattr(layer, "max_norm", None) is not None and isinstance(layer, EMBEDDINGS):
+            raise ValueError(
+                f"{wrapper} cannot train {name or type(layer).__name__} with max_norm, because "
+                "each rank's forward would shorten the rows of its own batch only: set max_norm to "
+                "None, and shorten the rows of weight.data after each update (on_update of a hook)"
+            )
 
 
 def warn_of_total_loss(losses: Mapping[str, Tensor]) -> None:
