@@ -24,7 +24,7 @@ from ...wrappers import (
 )
 from ...wrappers.features import model_features
 from ...wrappers.layout import get_parameters, unreduced
-from ...wrappers.optimizers.first_update import compare_gradients
+from ...wrappers.optimizers.first_update import compare_gradients, compare_used_parameters
 from ...wrappers.steps.buffers import buffers_of_first_rank
 from .module import StepLightningModule
 from .shards import (
@@ -244,12 +244,13 @@ def _prepare_step(optimizer: Optimizer) -> None:
 
     Raises:
         RuntimeError: at the first update gradients differ, because of a forward outside of the
-            wrapper.
+            wrapper, or ranks have used different sharded parameters.
     """
     unreduced.reduce(get_parameters(optimizer))
     if optimizer in _checked:
         return
     has_gradient = any(parameter.grad is not None for parameter in get_parameters(optimizer))
+    compare_used_parameters(optimizer)
     if compare_gradients(optimizer) and has_gradient:
         _checked.add(optimizer)
 
