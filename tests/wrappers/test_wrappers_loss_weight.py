@@ -16,6 +16,7 @@ from stepwrap.wrappers import (
     OptimWrapper,
     OptimWrapperDict,
     SingleDevice,
+    SupervisedModel,
 )
 
 
@@ -46,6 +47,43 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 )
 def test_weight_of_a_batch(setting: Any, batch: Any, weight: float) -> None:
     assert LossWeight(setting).of(batch) == weight
+
+
+def test_tokens_are_those_that_the_loss_counts(caplog: pytest.LogCaptureFixture) -> None:
+    """Padding with 0; accumulated windows equal the whole batch."""
+    torch.manual_seed(0)
+    inputs, target = torch.randn(8, 5, dtype=torch.float64), torch.tensor([1, 0, 0, 2, 0, 0, 0, 1])
+
+    def train_in(parts: int) -> Tensor:
+        torch.manual_seed(1)
+        loss = nn.CrossEntropyLoss(ignore_index=0)
+        model = SupervisedModel(nn.Linear(5, 3, dtype=torch.float64), loss)
+        wrapper = SingleDevice(model)
+        optim = OptimWrapper(_optimizer(model), accumulative_counts=parts, loss_weight="tokens")
+        for batch in zip(inputs.chunk(parts), target.chunk(parts), strict=True):
+            wrapper.train_step(list(batch), optim)
+        return model.net.weight.detach()
+
+    assert (train_in(4) - train_in(1)).abs().max() <= 1e-15
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (nn.CrossEntropyLoss(weight=torch.ones(3)), "class weights"),
+        (nn.MSELoss(reduction="sum"), 'reduction="sum"'),
+    ],
+)
+def test_a_loss_that_is_no_plain_mean_is_reported_once(
+    loss: nn.Module, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight, model = LossWeight("samples"), SupervisedModel(nn.Linear(2, 3), loss)
+    for _ in range(2):
+        assert weight.of([torch.zeros(4, 2), torch.zeros(4)], model) == 4
+    (message,) = caplog.messages
+    assert text in message
+    assert type(loss).__name__ in message
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...collectives import get_rank
 from ...registry import did_you_mean, import_path
 from ..steps.plain_models import predicts_next
 from ..steps.preprocess import get_fields
+
+logger = logging.getLogger(__name__)
 
 _TARGETS = ("labels", "targets", "target")
 _IGNORED = -100
@@ -27,8 +31,9 @@ class LossWeight:
 
     - "samples": the size of the first tensor's first dimension, or the length of the first list,
       whichever comes first in the batch.
-    - "tokens": the number of targets that are not -100, torch's ``ignore_index``. The targets are
-      the entry "labels", "targets" or "target" of a mapping, or the second entry of a sequence.
+    - "tokens": the number of targets that are not the ``ignore_index`` of the model's attribute
+      ``loss``, or -100 if it has none. The targets are the entry "labels", "targets" or "target"
+      of a mapping, or the second entry of a sequence.
       A causal language model of transformers does not predict the first label of a sequence, so
       that one is not counted.
     - ``{"key": name_or_index}``: the sum of this entry, a tensor such as a mask; or a number.
@@ -46,6 +51,7 @@ class LossWeight:
     def __init__(self, setting: Any) -> None:
         self.setting = setting
         self._measure = _load_function(setting)
+        self._is_checked = False
 
     def of(self, batch: Any, model: Any = None) -> float | Tensor:
         """Return the weight of a preprocessed batch: a number, or a 0-d tensor on an accelerator.
@@ -60,8 +66,13 @@ class LossWeight:
             ValueError: the weight is negative or not finite; not checked on an accelerator.
         """
         measure = self._measure
-        if self.setting == "tokens" and model is not None and predicts_next(model):
-            measure = partial(_count_tokens, skips_first=True)
+        loss = getattr(model, "loss", None)
+        if not self._is_checked and loss is not None:
+            self._is_checked = True
+            _warn_of_other_means(self, loss)
+        if self.setting == "tokens" and model is not None:
+            ignored = getattr(loss, "ignore_index", _IGNORED)
+            measure = partial(_count_tokens, skips_first=predicts_next(model), ignored=ignored)
         weight = measure(get_fields(batch))
         if isinstance(weight, Tensor):
             if weight.numel() != 1:
@@ -112,6 +123,20 @@ def _load_function(setting: Any) -> Callable[[Any], Any]:
     return function  # type: ignore[no-any-return]
 
 
+def _warn_of_other_means(weight: LossWeight, loss: Any) -> None:
+    """Warn if a loss of torch is not a mean over samples or tokens."""
+    name, problem = type(loss).__name__, ""
+    if getattr(loss, "reduction", "mean") == "sum":
+        problem = 'a sum (reduction="sum"): use "mean"'
+    elif isinstance(getattr(loss, "weight", None), Tensor) and weight.setting in _BY_NAME:
+        problem = (
+            "a mean with class weights: give loss_weight a function that returns the sum of the "
+            "weights of the targets"
+        )
+    if problem and get_rank() == 0:
+        logger.warning("%r needs a loss that is a mean, but %s is %s", weight, name, problem)
+
+
 def _samples(batch: Any) -> int:
     """Return the first dimension of the first tensor, or the length of a list in the batch."""
     count = _first_count([batch] if isinstance(batch, Tensor) else batch)
@@ -132,7 +157,7 @@ def _first_count(data: Any) -> int | None:
     return None
 
 
-def _count_tokens(batch: Any, skips_first: bool = False) -> Tensor:
+def _count_tokens(batch: Any, skips_first: bool = False, ignored: int = _IGNORED) -> Tensor:
     if hasattr(batch, "keys") and not isinstance(batch, (tuple, list)):
         key = next((name for name in _TARGETS if name in batch), None)
         needed = "tokens needs an entry labels, targets or target with the targets"
@@ -143,7 +168,7 @@ def _count_tokens(batch: Any, skips_first: bool = False) -> Tensor:
         kind = type(target).__name__
         raise TypeError(f"loss_weight=tokens needs targets in a tensor, got {kind}; {_INSTEAD}")
     target = target[..., 1:] if skips_first and target.ndim else target
-    return (target != _IGNORED).count_nonzero()
+    return (target != ignored).count_nonzero()
 
 
 def _sum_of_entry(batch: Any, key: Any) -> Any:
