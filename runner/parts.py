@@ -108,7 +108,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class _Share:
+class _DataShare:
     """The share of the data that this rank reads: shard ``index`` of ``count``."""
 
     index: int
@@ -197,7 +197,7 @@ def example_batch(run: RunSections, sets: Iterable[str] = ("test", "val", "train
     if not isinstance(section, dict):
         section = replace(section, num_workers=0, prefetch_factor=None)
     run = replace(run, device="cpu", data=replace(run.data, **{name: section}))
-    loader = _build_loader(run, name, share=_Share(0, 1))
+    loader = _build_loader(run, name, share=_DataShare(0, 1))
     with building(f"data.{name}"):
         for batch in loader:
             return batch
@@ -216,23 +216,23 @@ def _make_repeatable(run: RunSections) -> None:
 
 def _share_of_rank(
     run: RunSections, mesh: Mesh | None, *, ranks: int | None, dry_run: bool
-) -> _Share:
+) -> _DataShare:
     """Return this rank's share of the data; with ``ranks``, the share of the first of them."""
     if ranks is not None:
-        return _Share(0, data_ranks(run, ranks), dry_run)
+        return _DataShare(0, data_ranks(run, ranks), dry_run)
     if mesh is not None:
-        return _Share(mesh.data_rank, mesh.data_size, dry_run)
-    return _Share(get_rank(), get_world_size(), dry_run)
+        return _DataShare(mesh.data_rank, mesh.data_size, dry_run)
+    return _DataShare(get_rank(), get_world_size(), dry_run)
 
 
-def _build_loader(run: RunSections, name: str, *, share: _Share) -> Any:
+def _build_loader(run: RunSections, name: str, *, share: _DataShare) -> Any:
     """Build the loader ``data.<name>``; each one draws the same random numbers, and leaves them."""
     with preserved_rng():
         seed_rng(run.seed)
         return _build_seeded_loader(run, name, share=share)
 
 
-def _build_seeded_loader(run: RunSections, name: str, *, share: _Share) -> Any:
+def _build_seeded_loader(run: RunSections, name: str, *, share: _DataShare) -> Any:
     run, limit = _limits(run, name)
     section: LoaderSection | dict[str, Any] = run.data.loader(name)
     with building(f"data.{name}"):
@@ -316,7 +316,7 @@ def _build_all(section: str, settings: Mapping[str, Any], registry: Registry) ->
     return built
 
 
-def _build_evaluation(run: RunSections, name: str, *, share: _Share) -> Any:
+def _build_evaluation(run: RunSections, name: str, *, share: _DataShare) -> Any:
     """Build the loop "val" or "test"; one loop for each set if there are several sets."""
     loops, errors = {}, BuildErrors()
     for set_name, path in run.data.get_sets(name).items():
@@ -449,7 +449,7 @@ def _scheduler_hook(run: RunSections, optimizers: Mapping[str, Optimizer]) -> di
     return {"schedulers": SchedulerHook(pairs, metric=watched, optimizers=named)} if pairs else {}
 
 
-def _build_training(run: RunSections, val_loop: Any, *, share: _Share) -> Any:
+def _build_training(run: RunSections, val_loop: Any, *, share: _DataShare) -> Any:
     settings = dict(run.train or {})
     if share.one_batch:
         kind: dict[str, Any] = {k: settings[k] for k in ("type", "_scope_") if k in settings}

@@ -33,8 +33,8 @@ from .buffers import (
     differing_buffers,
 )
 from .files import CheckpointError, own_rank, run_on_all_ranks, world_size
-from .optimizers import named
-from .shards import TABLE, Parts, Places, make_table
+from .optimizers import add_parameter_names
+from .shards import TABLE, Places, ShardedContents, make_table
 
 logger = logging.getLogger(__name__)
 
@@ -283,13 +283,13 @@ def _save(
     incomplete: bool = False,
 ) -> Path:
     action_name = f"saving the checkpoint of step {state.step} in {folder}"
-    rank, meta, parts = own_rank(), _describe(state, reason, is_best), Parts({})
+    rank, meta, parts = own_rank(), _describe(state, reason, is_best), ShardedContents({})
     # If the state is sharded, each rank has parts of the contents.
     has_contents = rank == 0 or weights.has_sharded_state(state)
 
     def collect() -> tuple[Places, Digests]:
         nonlocal parts
-        parts = Parts(_contents(state) if has_contents else {})
+        parts = ShardedContents(_contents(state) if has_contents else {})
         return parts.places, buffer_digests(state.model)
 
     def contents() -> Iterator[tuple[str, Any]]:
@@ -321,7 +321,7 @@ def _save(
 
 def _own_files(
     state: LoopState,
-    parts: Parts,
+    parts: ShardedContents,
     collected: Sequence[tuple[Places, Digests]],
     at_current_batch: bool,
 ) -> Iterator[tuple[str, Any]]:
@@ -342,7 +342,7 @@ def _contents(state: LoopState) -> dict[str, Any]:
     optim = state.optim_wrapper
     # First, since it may communicate: an error before it would leave other ranks waiting.
     optim_state = {} if optim is None else weights.to_plain(optim.state_dict(), "optimizer")
-    optim_state = named(optim_state, state.model, optim)
+    optim_state = add_parameter_names(optim_state, state.model, optim)
     stateful_objects = state.stateful.items()
     stateful = {
         name: weights.to_plain(source.state_dict(), name) for name, source in stateful_objects

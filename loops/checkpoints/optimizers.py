@@ -63,7 +63,7 @@ class _Report:
             )
 
 
-def named(content: Any, model: nn.Module, optim_wrapper: Any) -> Any:
+def add_parameter_names(content: Any, model: nn.Module, optim_wrapper: Any) -> Any:
     """Return the state of an optimizer wrapper with the names of all parameters in its groups."""
     names = parameter_names(model)
 
@@ -77,7 +77,7 @@ def named(content: Any, model: nn.Module, optim_wrapper: Any) -> Any:
     return name(optim_wrapper, content)
 
 
-def matched(
+def fit_to_run(
     content: Any, model: nn.Module, optim_wrapper: Any, orders: NameOrders, path: Any
 ) -> Any:
     """Return the saved state in the order of the optimizer's parameters; log what does not fit.

@@ -27,7 +27,7 @@ from . import weights
 from .buffers import load_differing_buffers, load_transient_buffers
 from .checkpoint import links_in, list_checkpoints, rank_file, read_meta
 from .files import CheckpointError, find_damage, own_rank, reading, run_on_all_ranks, world_size
-from .optimizers import NameOrders, matched
+from .optimizers import NameOrders, fit_to_run
 from .shards import SHARDED, TABLE, Reader, load_whole_tensors
 
 logger = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class Checkpoint:
     def _load_optimizer(self, state: LoopState, files: Reader, orders: NameOrders) -> None:
         optim = state.optim_wrapper
         try:
-            content = matched(files.tree("optim"), state.model, optim, orders, self.path)
+            content = fit_to_run(files.tree("optim"), state.model, optim, orders, self.path)
             optim.load_state_dict(_accepted_by(optim, content))
         except CheckpointError:
             raise

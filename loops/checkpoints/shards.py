@@ -35,7 +35,7 @@ Places: TypeAlias = dict[
 Table: TypeAlias = dict[str, dict[str, dict[str, Any]]]
 
 
-class Parts:
+class ShardedContents:
     """One rank's contents of a checkpoint: nested containers, and its parts of sharded tensors.
 
     Attributes:

@@ -136,7 +136,7 @@ def load_config(path_or_name: str | os.PathLike[str], overrides: Iterable[str] =
     if "name" not in values:
         values["name"] = escaped(path.stem)
         origins["name"] = f"the file name of {shown(path)}"
-    return _finished(values, origins, path.absolute())
+    return _resolve_config(values, origins, path.absolute())
 
 
 def config_from_dict(values: Mapping[str, Any], name: str = "run") -> Config:
@@ -145,7 +145,7 @@ def config_from_dict(values: Mapping[str, Any], name: str = "run") -> Config:
     Raises:
         ConfigError: the type of a value is not allowed in a config, or a value cannot be resolved.
     """
-    return _finished(_plain({"name": name, **values}), {}, Path.cwd() / f"{name}.yaml")
+    return _resolve_config(_plain({"name": name, **values}), {}, Path.cwd() / f"{name}.yaml")
 
 
 def dump_config(cfg: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -191,7 +191,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def _finished(values: dict[str, Any], origins: dict[str, str], path: Path) -> Config:
+def _resolve_config(values: dict[str, Any], origins: dict[str, str], path: Path) -> Config:
     resolve(values, origins)
     refuse_file_keys(values, origins)
     entries = values.get("imports")

@@ -74,7 +74,7 @@ class WindowChange:
 
 
 class CountWindow(Gate):
-    """A window in which every micro-batch counts the same; losses are divided by its length.
+    """A window whose micro-batches count the same; the optimizer wrapper divides their losses.
 
     Attributes:
         counts: micro-batches per window.
