@@ -11,6 +11,7 @@ from functools import partial, wraps
 from types import MethodType
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -113,6 +114,8 @@ class StepLightningModule(LightningModule):
         self._step_state: dict[str, Any] | None = None
         self._restored: Mapping[str, Any] | None = None
         self._undo: list[Callable[[], None]] = []
+        # False before the first batch of a training, which may be inside a pass.
+        self._is_in_pass = False
 
     def set_wrapper(self, wrapped: nn.Module | None) -> None:
         """Use ``wrapped`` as the model's wrapper; None means ``SingleDevice``."""
@@ -126,6 +129,8 @@ class StepLightningModule(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Train on one batch with the wrapper's ``train_step`` and log the scalars it returns."""
+        if batch_idx == 0 or not self._is_in_pass:
+            self._begin_pass(batch_idx)
         optim_features(self._optim).begin_batch()
         logs = self._wrapped().train_step(batch, self._optim)
         self.log_dict(
@@ -203,6 +208,20 @@ class StepLightningModule(LightningModule):
         inner = [member.optimizer for member in _members(self._optim).values()]
         self._undo = [_route_steps(*pair) for pair in zip(inner, outer, strict=True)]
 
+        self._is_in_pass = False
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Keep the gradients, because a window may not have ended; its update clears them."""
+
+    def _begin_pass(self, done: int) -> None:
+        """Let windows with ``loss_weight`` end with the pass; ``done`` of its batches are done."""
+        self._is_in_pass = True
+        begin = getattr(self._optim, "begin_pass", None)
+        if begin is not None:
+            length = self.trainer.num_training_batches
+            start = optim_features(self._optim).inner_count - done
+            begin(start, None if length == float("inf") else int(length))
+
     def on_train_epoch_end(self) -> None:
         """Step the schedulers that watch a metric, with its mean over the ranks."""
         logged = self.trainer.callback_metrics
@@ -249,8 +268,13 @@ def _measure(module: StepLightningModule, stage: str, batch: Any) -> None:
     with (precision or nullcontext)():
         outputs = getattr(module._wrapped(), f"{stage}_step")(batch)
     size = outputs.get("num_samples") if isinstance(outputs, Mapping) else None
+    loss_weight = optim_features(module._optim).loss_weight
+    if loss_weight is not None:
+        size = float(loss_weight.of(batch, model=module.model))
     if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
-        module.log(f"{stage}_loss", outputs["loss"], batch_size=size, sync_dist=True)
+        # A mean over nothing is NaN, which a weight of 0 would keep.
+        loss = outputs["loss"] if size != 0 else torch.zeros_like(outputs["loss"])
+        module.log(f"{stage}_loss", loss, batch_size=size, sync_dist=True)
     for name, metric in getattr(module, f"{stage}_metrics").items():
         if isinstance(outputs, Mapping):
             # Pass only the outputs that the metric's `update` accepts.
@@ -261,7 +285,10 @@ def _measure(module: StepLightningModule, stage: str, batch: Any) -> None:
                 if takes_all
                 else [parameter.name for parameter in params if parameter.name in outputs]
             )
-            metric.update(**{name: outputs[name] for name in names})
+            values = {name: outputs[name] for name in names}
+            if loss_weight is not None and values.keys() >= {"loss", "num_samples"}:
+                values["num_samples"] = size
+            metric.update(**values)
         else:
             metric.update(outputs, batch)
         module.log(f"{stage}_{name}", metric, batch_size=size)

@@ -118,6 +118,30 @@ def test_prediction_needs_samples() -> None:
     assert model.val_step([torch.ones(2, 1)])["num_samples"] == 2
 
 
+class Stages(nn.Module):
+    """A net with several outputs, whose lengths differ from the number of samples."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        if self.kind == "list":
+            return [inputs, inputs]
+        return {"anchors": torch.zeros(7), "scores": inputs}
+
+
+@pytest.mark.parametrize("kind", ["list", "dict"])
+def test_samples_are_counted_in_the_target(kind: str) -> None:
+    def loss(outputs: Any, target: torch.Tensor) -> torch.Tensor:
+        scores = outputs[0] if kind == "list" else outputs["scores"]
+        return nn.functional.cross_entropy(scores, target)
+
+    model = SupervisedModel(Stages(kind), loss)
+    batch = [torch.zeros(5, 3), torch.zeros(5, dtype=torch.long)]
+    assert model.val_step(batch)["num_samples"] == 5
+
+
 def test_registered_names() -> None:
     for name in ("BaseModel", "SupervisedModel", "DataPreprocessor", "BaseDataPreprocessor"):
         assert name in MODELS

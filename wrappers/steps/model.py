@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...registry import MODELS
 from ..features import explain_optim_wrapper, optim_features
-from .preprocess import DataPreprocessor, as_call, get_device
+from .preprocess import DataPreprocessor, as_call, get_device, path_to_samples
 from .step import OptimizerWrapper, parse_losses
 from .weight_init import BaseModule, InitSettings
 
@@ -168,14 +168,15 @@ class SupervisedModel(BaseModel):
         """
         entries, named = as_call(self.data_preprocessor(data, training=False))
         preds = self(*entries, **named, mode="tensor")
-        result: dict[str, Any] = {"preds": preds, "num_samples": _count(preds)}
         batch: Any = named or entries
         key = self.target_key
+        result: dict[str, Any] = {"preds": preds}
         if batch.get(key) is not None if named else isinstance(key, int) and key < len(batch):
             result["target"] = batch[key]
             loss = self.loss(preds, batch[key])
             losses = loss if isinstance(loss, dict) else {"loss": loss}
             result["loss"] = self.parse_losses(losses)[0]
+        result["num_samples"] = _count_samples(result.get("target"), preds, batch)
         return result
 
     def test_step(self, data: Any) -> dict[str, Any]:
@@ -183,7 +184,17 @@ class SupervisedModel(BaseModel):
         return self.val_step(data)
 
 
-def _count(preds: Any) -> int:
-    if isinstance(preds, Mapping):
-        return _count(next(iter(preds.values())))
-    return _count(preds[0]) if isinstance(preds, tuple) else len(preds)
+def _count_samples(*parts: Any) -> int:
+    """Return the length of the first part that has samples along its first dimension.
+
+    The target is the first part, because a net may return several outputs of other lengths.
+    """
+    for part in parts:
+        if isinstance(part, list):
+            return len(part)
+        path = path_to_samples(part)
+        if path is not None:
+            for key in path:
+                part = part[key]
+            return len(part)
+    raise TypeError(f"no samples can be counted in {', '.join(type(p).__name__ for p in parts)}")
