@@ -270,15 +270,21 @@ def batches_from(
         generators: the generators of the loader, with their states when the pass began.
     """
     has_epochs = set_epoch(loader, epoch)
+    generators = generators or DataGenerators()
     own_sampler = find_sampler(loader)
     if own_sampler is not None:
         own_sampler.set_position(epoch, batch)
-        return iterate(loader)
+        if batch:
+            generators.rewind(loader, samples=False)
+    if own_sampler is not None or (is_stream(loader) and not batch):
+        # An uninterrupted run has drawn the seed of persistent workers in its first pass.
+        is_drawn = epoch > 0 and keep_workers(loader)
+        with preserved_generators([loader] if is_drawn else []):
+            return iterate(loader)
     if not batch:
         return iterate(loader)
     if isinstance(loader, Sequence):
         return map(loader.__getitem__, range(batch, len(loader)))
-    generators = generators or DataGenerators()
     # The random streams were restored from the checkpoint and must not change here.
     with preserved_rng():
         if has_indices(loader):

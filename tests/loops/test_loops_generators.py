@@ -121,6 +121,8 @@ def make_loader(kind: str) -> Any:
         return DataLoader(data, batch_sampler=sampler)
     if kind == "build_loader":
         return build_loader(Augmented(generator), batch_size=4, train=True, shuffle=True)
+    if kind == "build_loader, workers":
+        return build_loader(data, batch_size=4, train=True, shuffle=True, num_workers=1)
     if kind == "subclass":
         return Doubled(data, batch_size=4)
     if kind == "own loader":
@@ -135,7 +137,10 @@ def train(kind: str, hook: SaveAll, checkpoint: Path | None = None) -> dict[str,
     if checkpoint is not None:
         load_checkpoint(checkpoint).restore(state)
     loop.run(state, HookList([hook]))
-    return get_weights(state)
+    generators = state.data.generators.state_dict()
+    states = {f"{when}.{path}": s for when, ss in generators.items() for path, s in ss.items()}
+    tensors = {path: value for path, value in states.items() if isinstance(value, torch.Tensor)}
+    return {**get_weights(state), **tensors}
 
 
 def resume_everywhere(folder: Path, kind: str) -> None:
@@ -156,7 +161,7 @@ def resume_everywhere(folder: Path, kind: str) -> None:
     [
         *("global", "generator", "workers", "persistent", "persistent, global", "weighted"),
         *("replaced", "batch sampler", "own sampler", "subset", "own generator"),
-        *("build_loader", "stream", "subclass", "own loader"),
+        *("build_loader", "build_loader, workers", "stream", "subclass", "own loader"),
     ],
 )
 def test_a_resumed_run_reads_what_an_uninterrupted_run_reads(tmp_path: Path, kind: str) -> None:
