@@ -351,16 +351,12 @@ def test_workers_that_end_with_the_pass_are_a_setting(run: Path) -> None:
 OWN_DATA = "_delete_: true, type: loaders.stated, batch_size: 5, dataset: {type: points.Points}"
 
 
-def _train_with_own_loader(folder: Path, per_rank: str) -> tuple[int, float]:
-    extra = f"imports: [points.py, loaders]\ndata: {{train: {{{OWN_DATA}{per_rank}}}, val: {{"
-    extra += f"{OWN_DATA}{per_rank}}}}}\nmetrics: {{_delete_: true, n: {{type: SumMetric}}}}\n"
-    extra += "hooks: {_delete_: true, progress: false, checkpoint: false}\ntrain: {max_epochs: 1}"
+def _train_with_own_loader(folder: Path, config: Path) -> tuple[int, float]:
     sys.path.insert(0, str(folder))
     os.chdir(folder)
     for name in ("points", "loaders"):
         sys.modules.pop(name, None)
-    counted = extra.replace("{type: SumMetric}", "{type: MeanLoss}")
-    runner = Runner.from_config(write(folder, counted))
+    runner = Runner.from_config(config)
     runner.train()
     sys.path.remove(str(folder))
     loss = runner._val_loop.metrics["n"]  # type: ignore[union-attr]
@@ -374,7 +370,12 @@ def test_an_own_loader_is_divided_unless_it_says_per_rank(
     run: Path, per_rank: str, steps: int, samples: int
 ) -> None:
     """Of 48 samples in ten batches, both in training and in validation."""
-    for done, evaluated in run_ranks(_train_with_own_loader, 2, run, per_rank):
+    extra = f"imports: [points.py, loaders]\ndata: {{train: {{{OWN_DATA}{per_rank}}}, val: {{"
+    extra += f"{OWN_DATA}{per_rank}}}}}\nmetrics: {{_delete_: true, n: {{type: MeanLoss}}}}\n"
+    extra += "hooks: {_delete_: true, progress: false, checkpoint: false}\ntrain: {max_epochs: 1}"
+    # Written before the ranks start, so that none reads a file that another one writes.
+    config = write(run, extra)
+    for done, evaluated in run_ranks(_train_with_own_loader, 2, run, config):
         assert (done, evaluated) == (steps, samples)
 
 
