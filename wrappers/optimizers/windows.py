@@ -160,6 +160,7 @@ class WeightedWindow(CountWindow):
             )
         self._loss_weight = loss_weight
         self._model: Callable[[], Any] | None = None
+        self._user_model: Callable[[], Any] | None = None
         self.ranks = 1
         self._optimizer = optimizer
         self.counts = accumulative_counts
@@ -180,6 +181,8 @@ class WeightedWindow(CountWindow):
         features.set_loss_weight(self._loss_weight)
         # Set only now, so that if set_loss_weight raises, the next call raises again.
         self._model = weakref.ref(model)
+        # Looked up once, because it asks the registry whether each layer of wrapping is a wrapper.
+        self._user_model = weakref.ref(user_model(model))
         is_torchs = features is not model and isinstance(model, DistributedDataParallel)
         self._group = model.process_group if is_torchs else features.data_group
         averages = (is_torchs or features.averages_ranks) and distributed.is_initialized()
@@ -189,8 +192,7 @@ class WeightedWindow(CountWindow):
         self._device = comm_device(self._group, prefer=near) if averages else near
 
     def weigh(self, batch: Any) -> float | Tensor:
-        wrapper = None if self._model is None else self._model()
-        model = None if wrapper is None else user_model(wrapper)
+        model = None if self._user_model is None else self._user_model()
         self.weight = 0.0 if batch is None else self._loss_weight.of(batch, model)
         return self.weight
 
