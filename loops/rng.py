@@ -111,9 +111,9 @@ def set_generator_state(generator: Any, state: Any) -> None:
     elif isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = _to_arrays(state)
+        generator.bit_generator.state = _restore_arrays(state)
     else:
-        generator.set_state(_to_arrays(state))
+        generator.set_state(_restore_arrays(state))
 
 
 def _python_state(generator: Any) -> dict[str, Any]:
@@ -157,9 +157,9 @@ def _to_tensors(state: Any) -> Any:
     return state
 
 
-def _to_arrays(state: Any) -> Any:
+def _restore_arrays(state: Any) -> Any:
     if isinstance(state, dict):
-        return {name: _to_arrays(entry) for name, entry in state.items()}
+        return {name: _restore_arrays(entry) for name, entry in state.items()}
     return state.numpy() if isinstance(state, torch.Tensor) else state
 
 

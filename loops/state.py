@@ -254,13 +254,13 @@ class LoopState(Counters, RunLength, Requests, EvalResults):
     limits: dict[str, float] = field(default_factory=dict)
     restored_from: tuple[Path, int] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    first_buffers: dict[str, str] = field(default_factory=dict)
+    first_buffers: dict[str, str] | None = None
     media_loggers: list[Callable[[LoopState, str, str, Any], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.run_dir is not None:
             require_local(self.run_dir, "run_dir")
-        if not self.first_buffers:
+        if self.first_buffers is None:
             buffers = transient_buffers(self.model)
             self.first_buffers = {name: digest(buffer) for name, buffer in buffers.items()}
 

@@ -68,7 +68,7 @@ def _restore_contents(value: Any, contents: Any) -> None:
 
 
 class WeightWatch:
-    """Notices weights that a forward changes in place, and restores those of embeddings.
+    """Notices weights that a forward changes in place, and restores the weights of embeddings.
 
     An embedding with ``max_norm`` shortens the rows that a batch uses. Only its weights are copied,
     because copies of all weights would need too much memory.
@@ -102,8 +102,8 @@ def window_restorer(state: LoopState) -> Callable[[], None]:
     """Return a function that undoes what the batches of an accumulation window changed.
 
     It restores the buffers, the random streams, and the state that a training step carries from
-    batch to batch, but no counters. Of the weights, it restores those of embeddings with
-    ``max_norm``; it raises ValueError if the forward of another layer has changed its weights.
+    batch to batch, but no counters. It restores the weights of embeddings with
+    ``max_norm``, and raises ValueError if the forward of another layer has changed its weights.
     """
     wrapper: Any = state.model
     buffers, device = save_buffers(wrapper), get_device(wrapper)

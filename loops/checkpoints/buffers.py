@@ -76,10 +76,11 @@ def changed_transient_buffers(state: LoopState) -> dict[str, Any]:
 
     Constants, such as masks and tables of positions, are left out.
     """
+    first_buffers = state.first_buffers or {}
     changed = {
         name: to_plain(buffer.detach(), name)
         for name, buffer in transient_buffers(state.model).items()
-        if digest(buffer) != state.first_buffers.get(name)
+        if digest(buffer) != first_buffers.get(name)
     }
     return {TRANSIENT: changed} if changed else {}
 

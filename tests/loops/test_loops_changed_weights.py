@@ -120,8 +120,8 @@ def test_a_refused_step_leaves_no_trace_in_embeddings() -> None:
     loop = EpochTrainLoop(make_loader(train=True), max_epochs=1)
     loop.run(state, HookList([RefuseSecond()]))
     expected = make_state(Tied())
-    others = make_loader([0, 1, 4, 5, 0, 2], train=True)
-    EpochTrainLoop(others, max_epochs=1).run(expected, HookList())
+    accepted = make_loader([0, 1, 4, 5, 0, 2], train=True)
+    EpochTrainLoop(accepted, max_epochs=1).run(expected, HookList())
     assert_identical(state.model.state_dict(), expected.model.state_dict())
 
 

@@ -37,6 +37,6 @@ def test_a_resumed_run_continues_with_the_same_numbers(tmp_path: Path) -> None:
         torch.testing.assert_close(compiled[name], value, rtol=0, atol=1e-6)
     assert any(not torch.equal(value, compiled[name]) for name, value in usual.items())
     resumed = get_weights(tmp_path / "parts", step, "train.max_epochs=2", "resume=true")
-    whole = get_weights(tmp_path / "whole", step, "train.max_epochs=2")
-    for name, value in whole.items():
+    uninterrupted = get_weights(tmp_path / "whole", step, "train.max_epochs=2")
+    for name, value in uninterrupted.items():
         assert torch.equal(resumed[name], value), name

@@ -210,7 +210,9 @@ class Root:
     def note_versions(self) -> bool:
         """Note how often each whole parameter was changed; return whether there are any yet."""
         wholes = ((fsdp_param, get_unsharded(fsdp_param)) for fsdp_param in self._params)
-        self._versions = [(p, count_changes(whole)) for p, whole in wholes if whole is not None]
+        self._versions = [
+            (p, count_changes(unsharded)) for p, unsharded in wholes if unsharded is not None
+        ]
         return bool(self._versions)
 
     def check_versions(self) -> None:
@@ -219,9 +221,9 @@ class Root:
         FSDP2 frees the whole parameters, so the change that a forward makes would be lost.
         """
         for fsdp_param, version in self._versions:
-            whole = get_unsharded(fsdp_param)
-            if whole is not None and count_changes(whole) != version:
-                ids = id(whole), id(fsdp_param.sharded_param)
+            unsharded = get_unsharded(fsdp_param)
+            if unsharded is not None and count_changes(unsharded) != version:
+                ids = id(unsharded), id(fsdp_param.sharded_param)
                 named = self.module.named_parameters()
                 name = next((name for name, param in named if id(param) in ids), "a parameter")
                 raise RuntimeError(

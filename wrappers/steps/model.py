@@ -184,17 +184,17 @@ class SupervisedModel(BaseModel):
         return self.val_step(data)
 
 
-def _count_samples(*parts: Any) -> int:
-    """Return the length of the first part that has samples along its first dimension.
+def _count_samples(*sources: Any) -> int:
+    """Return the length of the first source that has samples along its first dimension.
 
-    The target is the first part, because a net may return several outputs of other lengths.
+    The target is the first source, because a net may return several outputs of other lengths.
     """
-    for part in parts:
-        if isinstance(part, list):
-            return len(part)
-        path = path_to_samples(part)
+    for source in sources:
+        if isinstance(source, list):
+            return len(source)
+        path = path_to_samples(source)
         if path is not None:
             for key in path:
-                part = part[key]
-            return len(part)
-    raise TypeError(f"no samples can be counted in {', '.join(type(p).__name__ for p in parts)}")
+                source = source[key]
+            return len(source)
+    raise TypeError(f"no samples can be counted in {', '.join(type(p).__name__ for p in sources)}")

@@ -71,7 +71,7 @@ def check_unchanged_weights(module: nn.Module, wrapper: str) -> None:
         if getattr(layer, "max_norm", None) is not None and isinstance(layer, EMBEDDINGS):
             raise ValueError(
                 f"{wrapper} cannot train {name or type(layer).__name__} with max_norm, because "
-                "each rank's forward would shorten the rows of its own batch only: set max_norm to "
+                "each rank's forward would shorten only the rows in its batch: set max_norm to "
                 "None, and shorten the rows of weight.data after each update (on_update of a hook)"
             )
 
