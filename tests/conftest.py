@@ -40,13 +40,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"no CUDA device (torch {torch.__version__})")
 
 
+def _has_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and bool(distributed.is_initialized())
+
+
 @pytest.fixture(autouse=True)
 def _restore_surroundings() -> Iterator[None]:
     """Hide a launcher's variables from tests, and undo what a test changes.
 
-    This covers the environment, the working directory, and torch's deterministic algorithms.
+    This covers the environment, the working directory, and torch's deterministic algorithms. A test
+    that leaves a process group fails, because later tests would train in that group.
     """
     environment, cwd = dict(os.environ), Path.cwd()
+    had_group = _has_group()
     for name in environment.keys() - ranks.remove_launcher(environment.items()):
         del os.environ[name]
     yield
@@ -56,3 +63,6 @@ def _restore_surroundings() -> Iterator[None]:
     torch = sys.modules.get("torch")
     if torch is not None and torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)
+    if _has_group() and not had_group:
+        sys.modules["torch.distributed"].destroy_process_group()
+        pytest.fail("the test left its process group open")

@@ -222,10 +222,9 @@ def _open_group(rank: int, call: RankCall) -> None:
     import torch.distributed as dist
 
     store = dist.FileStore(call.store, call.world_size)
+    # A short timeout is meant for the test's collectives: meet before it applies.
     if call.group_timeout_s < SHORT_S:
-        # The timeout is meant for the test's collectives: meet before it applies.
-        store.set(f"here_{rank}", "")
-        store.wait([f"here_{other}" for other in range(call.world_size)], timedelta(seconds=60))
+        _meet(store, "here", rank, call.world_size)
     dist.init_process_group(
         "gloo",
         store=store,
@@ -233,3 +232,10 @@ def _open_group(rank: int, call: RankCall) -> None:
         world_size=call.world_size,
         timeout=timedelta(seconds=call.group_timeout_s),
     )
+    # Otherwise a rank whose test ends it at once could do so while another still connects.
+    _meet(store, "connected", rank, call.world_size)
+
+
+def _meet(store: Any, name: str, rank: int, world_size: int) -> None:
+    store.set(f"{name}_{rank}", "")
+    store.wait([f"{name}_{other}" for other in range(world_size)], timedelta(seconds=60))

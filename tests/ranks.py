@@ -71,7 +71,7 @@ def run_ranks(
     fn: Callable[..., T],
     world_size: int = 2,
     *args: Any,
-    timeout_s: float = 120.0,
+    timeout_s: float = 300.0,
     group_timeout_s: float | None = None,
     init: bool = True,
     **kwargs: Any,

@@ -281,7 +281,7 @@ def _lose_a_rank(tmpdir: str, when: str, everywhere: bool) -> None:
 def test_a_killed_rank_leaves_no_file_behind(when: str, dead: int, tmp_path: Path) -> None:
     (tmp_path / "foreign").touch()
     with pytest.raises(RanksError) as caught:
-        run_ranks(_lose_a_rank, 3, str(tmp_path), when, False, timeout_s=30)
+        run_ranks(_lose_a_rank, 3, str(tmp_path), when, False, group_timeout_s=30)
     assert _files(tmp_path) == ["foreign"]
     reports = caught.value.reports
     assert "SIGKILL" in reports[dead]
@@ -356,7 +356,7 @@ def _make_directory_alone(base: str) -> None:
 
 def test_a_directory_that_no_rank_gets_is_removed(tmp_path: Path) -> None:
     with pytest.raises(RanksError) as caught:
-        run_ranks(_make_directory_alone, 2, str(tmp_path), timeout_s=30)
+        run_ranks(_make_directory_alone, 2, str(tmp_path), group_timeout_s=30)
     assert "CollectiveError" in caught.value.reports[0]
     assert not _files(tmp_path)
 

@@ -201,7 +201,7 @@ def _lose_rank_1(tmpdir: str) -> None:
 
 def test_a_lost_rank_removes_no_directory(tmp_path: Path) -> None:
     with pytest.raises(RanksError) as caught:
-        run_ranks(_lose_rank_1, 2, str(tmp_path), timeout_s=30)
+        run_ranks(_lose_rank_1, 2, str(tmp_path), group_timeout_s=30)
     assert "CollectiveError" in caught.value.reports[0]
     assert tmp_path.exists()
     assert not list(tmp_path.iterdir())

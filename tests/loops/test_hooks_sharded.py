@@ -107,7 +107,7 @@ def _communication_of_average() -> int:
 
 
 def test_averaging_needs_no_other_rank() -> None:
-    assert run_ranks(_communication_of_average, 2, timeout_s=20.0)[0] == 8
+    assert run_ranks(_communication_of_average, 2)[0] == 8
 
 
 def _norms(kind: str, clip: bool) -> dict[str, Any]:

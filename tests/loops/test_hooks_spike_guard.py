@@ -98,9 +98,7 @@ def test_spikes_of_one_rank_are_left_out_on_all(case: Any) -> None:
     slow(("ddp", 2, 1), ("ddp", 3, 2), ("fsdp", 2, 2), ("ddp", 1, 1)),
 )
 def test_a_hundred_spikes_on_random_ranks(kind: str, ranks: int, accumulate: int) -> None:
-    for skipped, differences in run_ranks(
-        compare, ranks, kind, 320, 100, accumulate, timeout_s=300
-    ):
+    for skipped, differences in run_ranks(compare, ranks, kind, 320, 100, accumulate):
         assert len(skipped) == 100
         assert not differences
 

@@ -223,6 +223,6 @@ def _train_on_ranks(steps: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_two_ranks() -> None:
-    usual, blocks = (run_ranks(_train_on_ranks, 2, steps, timeout_s=280.0) for steps in (1, 32))
+    usual, blocks = (run_ranks(_train_on_ranks, 2, steps) for steps in (1, 32))
     for actual, expected in zip(usual, blocks, strict=True):
         assert_identical(actual, expected)

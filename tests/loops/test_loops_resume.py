@@ -71,7 +71,7 @@ def test_resume_is_exact_at_every_save_point(tmp_path: Path, kind: str, world_si
     if world_size == 1:
         inside = [resume_everywhere(tmp_path, kind, 0)]
     else:
-        inside = run_ranks(resume_everywhere, 2, tmp_path, kind, 0, timeout_s=120)
+        inside = run_ranks(resume_everywhere, 2, tmp_path, kind, 0)
     assert all(count >= (1 if kind == "epochs" else 0) for count in inside)
 
 

@@ -69,7 +69,7 @@ def test_a_run_resumes_from_any_save_point(tmp_path: Path, kind: str, workers: i
     ("kind", "workers"), [("own stream", 2), *slow(("datasets", 2), ("torchdata", 0))]
 )
 def test_each_rank_resumes_from_its_own_place(tmp_path: Path, kind: str, workers: int) -> None:
-    run_ranks(resume_from, 2, tmp_path, kind, workers, timeout_s=220)
+    run_ranks(resume_from, 2, tmp_path, kind, workers)
 
 
 def _state(uneven: bool = False) -> LoopState:

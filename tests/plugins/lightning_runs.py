@@ -101,7 +101,7 @@ def _compare(settings: tuple[str, ...]) -> dict[tuple[str, str], Any]:
 
 def compare(settings: Iterable[str]) -> list[dict[tuple[str, str], Any]]:
     """Return for each rank the differences from Lightning's ddp, by setting and wrapper."""
-    return run_ranks(_compare, 2, tuple(settings), timeout_s=300)
+    return run_ranks(_compare, 2, tuple(settings))
 
 
 class Messages(logging.Handler):

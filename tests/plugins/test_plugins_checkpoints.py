@@ -57,7 +57,7 @@ def test_a_run_resumes_exactly_from_either_file(
     """Our file can also be loaded without this package."""
     monkeypatch.chdir(tmp_path)
     exact = {"ours by us": 0, "ours by them": 0, "theirs by us": 0}
-    for rank in run_ranks(_exchange, 2, cls, wrapper, timeout_s=120):
+    for rank in run_ranks(_exchange, 2, cls, wrapper):
         assert rank == pytest.approx(exact, abs=1e-6)
     module = cls.load_from_checkpoint("ours.ckpt")
     theirs = torch.load("theirs.ckpt", weights_only=False)
@@ -117,7 +117,7 @@ def test_layers_may_be_registered_in_another_order(
     wrapper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_ranks(_reordered, 2, wrapper, timeout_s=120) == pytest.approx([0, 0], abs=1e-6)
+    assert run_ranks(_reordered, 2, wrapper) == pytest.approx([0, 0], abs=1e-6)
 
 
 def _resume() -> dict[str, Any]:
@@ -143,7 +143,7 @@ def test_one_trainer_fits_tests_and_loads_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for rank in run_ranks(_resume, 2, timeout_s=120):
+    for rank in run_ranks(_resume, 2):
         for moved, back, loss in rank.values():
             assert moved > 1e-3
             assert back == 0

@@ -65,7 +65,7 @@ def _both(folder: str) -> dict[str, Any]:
 
 
 def test_fabric_trains_as_by_its_own_ddp(tmp_path: Path) -> None:
-    for rank in run_ranks(_both, 2, str(tmp_path), timeout_s=120):
+    for rank in run_ranks(_both, 2, str(tmp_path)):
         assert rank["weights"] == pytest.approx(dict.fromkeys(rank["weights"], 0), abs=1e-6)
         assert len(rank["weights"]) == 4
         assert any("spare.weight" in text for text in rank["texts"])
@@ -89,6 +89,6 @@ def _inner_call() -> str:
 
 
 def test_fabric_notices_a_call_of_the_inner_module() -> None:
-    for text in run_ranks(_inner_call, 2, timeout_s=120):
+    for text in run_ranks(_inner_call, 2):
         assert "different gradients" in text
         assert "wrapper(...)" in text

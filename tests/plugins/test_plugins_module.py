@@ -37,7 +37,7 @@ ROWS = [*QUICK, *slow(*(case for case in CASES if case not in QUICK))]
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(both_ways, 2, sorted({*QUICK, *selected(request, "case")}), timeout_s=120)
+    return run_ranks(both_ways, 2, sorted({*QUICK, *selected(request, "case")}))
 
 
 @pytest.mark.parametrize("case", ROWS)
@@ -59,7 +59,7 @@ def test_lightning_counts_the_steps(results: list[dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def resumptions(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(resumed, 2, str(tmp_path_factory.mktemp("resumed")), timeout_s=120)
+    return run_ranks(resumed, 2, str(tmp_path_factory.mktemp("resumed")))
 
 
 @pytest.mark.parametrize("case", RESUMED)
@@ -79,7 +79,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 
 
 def test_metrics_equal_the_runners() -> None:
-    for rank in run_ranks(evaluated, 2, timeout_s=120):
+    for rank in run_ranks(evaluated, 2):
         for result in rank.values():
             assert result["accuracies"] == pytest.approx([result["runner"]] * 4, abs=1e-6)
             assert result["losses"] == pytest.approx([result["losses"][0]] * 3, abs=1e-6)

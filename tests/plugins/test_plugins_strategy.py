@@ -88,7 +88,7 @@ def _traffic(wrapper: str) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("wrapper", ["fsdp", *slow("ddp", "separate")])
 def test_accumulation_sends_nothing_before_its_window_ends(wrapper: str) -> None:
-    for per_step, accumulated in run_ranks(_traffic, 2, wrapper, timeout_s=120)[0]:
+    for per_step, accumulated in run_ranks(_traffic, 2, wrapper)[0]:
         # Two updates of four batches instead of four.
         assert 1 < per_step - accumulated <= per_step / 2
 
@@ -131,7 +131,7 @@ def _other_options() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def other_options() -> list[dict[str, Any]]:
-    return run_ranks(_other_options, 2, timeout_s=120)
+    return run_ranks(_other_options, 2)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -162,7 +162,7 @@ def test_comm_hook_combines_the_gradients(other_options: list[dict[str, Any]]) -
 
 
 def test_modules_that_sharding_does_not_support_raise_errors() -> None:
-    for rank in run_ranks(unusual_modules, 2, timeout_s=120):
+    for rank in run_ranks(unusual_modules, 2):
         assert rank["own, called"] <= 1e-6
         assert "RuntimeError: a manual training_step under fsdp" in rank["own, not called"]
         assert rank["toggled"] <= 1e-6
@@ -248,7 +248,7 @@ def _distances() -> float:
 
 
 def test_validations_do_not_change_the_training_with_own_buffers() -> None:
-    assert run_ranks(_distances, 2, timeout_s=120) == [0.0, 0.0]
+    assert run_ranks(_distances, 2) == [0.0, 0.0]
 
 
 class Skipping(Manual):
@@ -279,8 +279,8 @@ def _weights_of_layers(wrapper: str) -> dict[str, torch.Tensor]:
 
 
 def test_layers_that_only_earlier_batches_of_a_window_use() -> None:
-    weights, others = run_ranks(_weights_of_layers, 2, "separate", timeout_s=120)
-    sharded, _ = run_ranks(_weights_of_layers, 2, "fsdp", timeout_s=120)
+    weights, others = run_ranks(_weights_of_layers, 2, "separate")
+    sharded, _ = run_ranks(_weights_of_layers, 2, "fsdp")
     for name, value in weights.items():
         assert torch.equal(value, others[name])
         torch.testing.assert_close(value, sharded[name], rtol=0, atol=1e-6)

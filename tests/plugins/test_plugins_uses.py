@@ -54,7 +54,7 @@ def _evaluate() -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_validate_test_and_predict() -> None:
-    for rank in run_ranks(_evaluate, 2, timeout_s=120):
+    for rank in run_ranks(_evaluate, 2):
         plain = rank.pop("plain")
         assert len(rank) == 6
         for result in rank.values():
@@ -90,7 +90,7 @@ def _log_nothing(*args: Any, **kwargs: Any) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.slow
 def test_compiled_modules_reach_the_same_weights() -> None:
-    for rank in run_ranks(_compiled, 2, timeout_s=200):
+    for rank in run_ranks(_compiled, 2):
         assert len(rank) == 6
         assert rank == pytest.approx(dict.fromkeys(rank, 0.0), abs=1e-6)
 

@@ -251,7 +251,7 @@ def _stop_in_handler(url: str) -> tuple[str, str]:
 
 
 def test_stop_in_a_handler_while_the_world_is_made() -> None:
-    answer = run_ranks(_stop_in_handler, 2, local_place(), timeout_s=30)[0]
+    answer = run_ranks(_stop_in_handler, 2, local_place())[0]
     assert answer == ("RuntimeError", "the world of 'w0' was stopped while it was created")
 
 

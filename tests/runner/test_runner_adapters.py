@@ -154,7 +154,7 @@ def test_like_plain_peft_and_after_a_resume(form: str, adapter: str) -> None:
     if ranks == 1 and form != "compiled":
         results = [trained_and_resumed(config, 2)]
     else:
-        results = run_ranks(trained_and_resumed, ranks, config, 2, timeout_s=200)
+        results = run_ranks(trained_and_resumed, ranks, config, 2)
     for uninterrupted, resumed in results:
         assert apart(uninterrupted, expected) <= limit
         assert apart(resumed, uninterrupted) == 0
@@ -327,7 +327,7 @@ def test_a_model_of_transformers_needs_no_target_modules(ranks: int) -> None:
     config["data"] = {"train": {"dataset": {"type": Words}, "batch_size": 4}}
     config["wrapper"] = {"type": "fsdp", "shard": ["GPT2Block"]} if ranks == 2 else None
     config["hooks"] = {**config["hooks"], "checkpoint": True}
-    _train(config) if ranks == 1 else run_ranks(_train, ranks, config, timeout_s=200)
+    _train(config) if ranks == 1 else run_ranks(_train, ranks, config)
     names = [name for name in load_checkpoint(latest("runs/gpt")).read_model() if "lora" in name]
     path = "transformer.h.0.attn.c_attn"
     assert names == [f"{path}.lora_A.weight", f"{path}.lora_B.weight"]

@@ -126,11 +126,11 @@ def test_resume(
     """A resume is exact; two ranks would hide the order of a sum, because a + b = b + a."""
     config = settings(wrapper, **changes)
     config["train"]["log_every_steps"] = 2
-    uninterrupted = run_ranks(train, ranks, config, tmp_path / "whole", timeout_s=280.0)
-    stopped = run_ranks(train, ranks, config, tmp_path / "run", stop, timeout_s=280.0)
+    uninterrupted = run_ranks(train, ranks, config, tmp_path / "whole")
+    stopped = run_ranks(train, ranks, config, tmp_path / "run", stop)
     assert [step for _, step in stopped] == [stop] * ranks
     for (weights, step), (expected, total_steps) in zip(
-        run_ranks(train, ranks, config, tmp_path / "run", timeout_s=280.0),
+        run_ranks(train, ranks, config, tmp_path / "run"),
         uninterrupted,
         strict=True,
     ):

@@ -107,9 +107,7 @@ def test_like_plain_pytorch_and_after_a_resume(form: str, optimizer: str, at: in
     config["hooks"] = {**config["hooks"], "checkpoint": {"every_steps": 1, "keep_last": None}}
     checkpoint = f"runs/False/checkpoints/step_{at:08d}"
     expected = train_plainly(optimizer)
-    for uninterrupted, resumed in run_ranks(
-        trained_and_resumed, ranks, config, checkpoint, timeout_s=120
-    ):
+    for uninterrupted, resumed in run_ranks(trained_and_resumed, ranks, config, checkpoint):
         assert apart(uninterrupted, expected[-1]) <= 1e-12
         assert apart(resumed, uninterrupted) == 0
     # Frozen parameters are unchanged and have no optimizer state.

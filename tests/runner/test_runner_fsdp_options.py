@@ -58,7 +58,7 @@ def trained_by_all() -> list[dict[str, Tensor]]:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 def test_options_that_change_no_number() -> None:
     expected = train_plainly(EXACT[0])
-    for results in run_ranks(trained_by_all, 2, timeout_s=120):
+    for results in run_ranks(trained_by_all, 2):
         for config, weights in zip(EXACT, results, strict=True):
             assert apart(weights, expected) <= 2e-6, config["wrapper"]
 

@@ -30,7 +30,7 @@ def test_split_layers_are_stepped_by_ranks_with_the_same_parts(
 ) -> None:
     plain = optimizer["optimizer_class"]
     expected = train_plainly({**settings(), "optimizer": {"type": plain, **OPTIMIZERS[plain]}})
-    for weights in run_ranks(trained, ranks, make_config(mesh, optimizer), timeout_s=120):
+    for weights in run_ranks(trained, ranks, make_config(mesh, optimizer)):
         assert apart(weights, expected) <= 1e-12
 
 

@@ -118,7 +118,7 @@ def test_each_row_once_per_epoch_and_after_a_resume(
     kind: str, rows: int, files: int, workers: int, sections: str
 ) -> None:
     config = make_config(write(kind, rows, files), workers, **UNEVEN.get(sections, {}))
-    uninterrupted = run_ranks(trained, 2, {**config, "run_dir": "runs/whole"}, timeout_s=200)
+    uninterrupted = run_ranks(trained, 2, {**config, "run_dir": "runs/whole"})
     once = Counter(range(rows))
     counted = seen(*(counts for counts, _, _ in uninterrupted))
     assert counted["0"] == counted["1"] == once
@@ -126,8 +126,8 @@ def test_each_row_once_per_epoch_and_after_a_resume(
     assert counted["val"] == once + once
 
     settings = {**config, "run_dir": "runs/parts"}
-    stopped = run_ranks(trained, 2, settings, stop_at=2, timeout_s=200)
-    resumed = run_ranks(trained, 2, settings, resume=True, timeout_s=200)
+    stopped = run_ranks(trained, 2, settings, stop_at=2)
+    resumed = run_ranks(trained, 2, settings, resume=True)
     counted = seen(*(counts for counts, _, _ in (*stopped, *resumed)))
     assert counted["0"] == counted["1"] == once
     for (_, weights, metrics), (_, expected, expected_metrics) in zip(
@@ -142,4 +142,4 @@ def test_rows_that_do_not_divide_evenly_are_an_error_that_names_the_remedy() -> 
     with pytest.raises(
         RanksError, match=r"rank 1 ran out after 4 batches in epoch 1.*uneven_inputs"
     ):
-        run_ranks(trained, 2, config, timeout_s=200)
+        run_ranks(trained, 2, config)

@@ -92,7 +92,7 @@ def test_the_configs_run(text: str) -> None:
     sections = read(text)
     ranks = sections["launch"]["nproc"]
     frozen = ["net.embed.weight"] if "freeze" in sections else []
-    assert run_ranks(trained_by, ranks, text, timeout_s=180) == [frozen] * ranks
+    assert run_ranks(trained_by, ranks, text) == [frozen] * ranks
 
 
 def run_code(code: str, folder: Path) -> list[str]:
@@ -121,7 +121,7 @@ def run_code(code: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("code", blocks("python"))
 def test_the_code_runs(code: str, tmp_path: Path) -> None:
-    for names in run_ranks(run_code, 2, code, tmp_path, timeout_s=120):
+    for names in run_ranks(run_code, 2, code, tmp_path):
         assert {"wrapper", "replicated"} & set(names)
 
 

@@ -410,7 +410,7 @@ def _train(compiled: bool, counts: int, weight: str | None, fails_on: int) -> An
         (2, 1, None, 1),
     ],
 )
-@on_ranks("ranks", timeout_s=280.0)
+@on_ranks("ranks")
 def test_ranks_train_as_under_ddp(
     ranks: int, counts: int, weight: str | None, fails_on: int
 ) -> None:

@@ -58,7 +58,7 @@ FEW = [
         *slow(*((*row, all_cells()) for row in QUICK[1:] + FOURS)),
     ],
 )
-@on_ranks("world", timeout_s=300)
+@on_ranks("world")
 def test_pieces_are_a_whole(kind: str, world: int, cells: list[Weighted]) -> None:
     assert [str(cell) for cell in run_weighted(kind, cells) if not cell.is_within] == []
 

@@ -99,7 +99,7 @@ def test_training_equals_plain_pytorch(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     checkpoints = tmp_path_factory.mktemp("checkpoints")
-    cells = run_row(kind, world, get_recipes(kind), references, checkpoints, timeout_s=120)
+    cells = run_row(kind, world, get_recipes(kind), references, checkpoints)
     saved[f"{kind} {world}"] = cells
     far = [f"{cell.recipe}: {cell.parameters:.1e}, loss {cell.losses:.1e}" for cell in cells]
     assert [text for text, cell in zip(far, cells, strict=True) if not cell.is_within] == []
@@ -112,7 +112,7 @@ def test_every_checkpoint_loads_under_every_wrapper(
     sources = [cell for cells in saved.values() for cell in cells if cell.recipe.optimizer == "SGD"]
     if not sources:
         pytest.skip("no checkpoints: run the whole file")
-    loads = load_all(kind, world, sources, timeout_s=120)
+    loads = load_all(kind, world, sources)
     far = [f"{load.source.kind} {load.source.recipe}: {load.difference:.1e}" for load in loads]
     assert [text for text, load in zip(far, loads, strict=True) if not load.is_within] == []
 
