@@ -156,12 +156,12 @@ def markdown(results: Mapping[str, Any]) -> Iterator[str]:
         for figure in results["figures"]
     }
     for figure in filter(None, map(figures.get, HEADLINES)):
-        what = f"{figure['benchmark']}: {figure['title']}"
+        subject = f"{figure['benchmark']}: {figure['title']}"
         name = f"{figure['name']}: {figure['note']}" if figure["note"] else figure["name"]
         value = f"{number(figure['median'])} {figure['unit']}"
         to = figure["ratio_to"] or ""
         ratio = f"{figure['ratio_median']:.2f}" if to else ""
-        yield f"| {what} | {name} | {value} | {ratio} | {to} |"
+        yield f"| {subject} | {name} | {value} | {ratio} | {to} |"
 
 
 def compute_ratio(figure: Figure) -> str:

@@ -174,9 +174,9 @@ def take_part(source: Any, like: Tensor, *, keep_dtype: bool = False) -> Tensor:
     Raises:
         ValueError: ``source`` and ``like`` have different shapes as whole tensors.
     """
-    part = _cut(source, like)
-    dtype = part.dtype if keep_dtype else like.dtype
-    local = part.to(device=local_part(like).device, dtype=dtype)
+    shard = _cut(source, like)
+    dtype = shard.dtype if keep_dtype else like.dtype
+    local = shard.to(device=local_part(like).device, dtype=dtype)
     return as_global(local, like) if is_dtensor(like) else local
 
 

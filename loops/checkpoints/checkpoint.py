@@ -283,17 +283,17 @@ def _save(
     incomplete: bool = False,
 ) -> Path:
     action_name = f"saving the checkpoint of step {state.step} in {folder}"
-    rank, meta, parts = own_rank(), _describe(state, reason, is_best), ShardedContents({})
+    rank, meta, sharded = own_rank(), _describe(state, reason, is_best), ShardedContents({})
     # If the state is sharded, each rank has parts of the contents.
     has_contents = rank == 0 or weights.has_sharded_state(state)
 
     def collect() -> tuple[Places, Digests]:
-        nonlocal parts
-        parts = ShardedContents(_contents(state) if has_contents else {})
-        return parts.places, buffer_digests(state.model)
+        nonlocal sharded
+        sharded = ShardedContents(_contents(state) if has_contents else {})
+        return sharded.places, buffer_digests(state.model)
 
     def contents() -> Iterator[tuple[str, Any]]:
-        return _own_files(state, parts, collected, at_current_batch)
+        return _own_files(state, sharded, collected, at_current_batch)
 
     def write() -> dict[str, dict[str, Any]]:
         with disk.explaining_full_disks(draft, contents):
@@ -321,18 +321,18 @@ def _save(
 
 def _own_files(
     state: LoopState,
-    parts: ShardedContents,
+    sharded: ShardedContents,
     collected: Sequence[tuple[Places, Digests]],
     at_current_batch: bool,
 ) -> Iterator[tuple[str, Any]]:
     """Yield names and contents of the files that this rank writes; ``collected`` is by rank."""
     table = make_table([places for places, _ in collected])
-    yield from parts.get_files(own_rank(), table)
+    yield from sharded.get_files(own_rank(), table)
     own_buffers = differing_buffers(state.model, [digests for _, digests in collected])
     own_buffers |= changed_transient_buffers(state)
     yield rank_file(own_rank()), {**_own_contents(state, at_current_batch), **own_buffers}
     if own_rank() == 0:
-        yield from ((f"{stem}.pt", tree) for stem, tree in parts.trees.items())
+        yield from ((f"{stem}.pt", tree) for stem, tree in sharded.trees.items())
         if any(table.values()):
             yield TABLE, json.dumps(table)
 
@@ -356,31 +356,33 @@ def _contents(state: LoopState) -> dict[str, Any]:
 
 def _own_contents(state: LoopState, at_current_batch: bool) -> dict[str, Any]:
     model = user_model(state.model)
-    own: dict[str, Any] = {
+    contents: dict[str, Any] = {
         "rng": capture_rng(get_device(model)),
         "gradients": weights.get_gradients(model, state.optim_wrapper) if at_current_batch else {},
         "logs": state.logs.state_dict(None if at_current_batch else state.step),
     }
-    if own["gradients"]:
-        own["window_weights"] = weights.window_weights(state)
+    if contents["gradients"]:
+        contents["window_weights"] = weights.window_weights(state)
         if isinstance(state.optim_wrapper, Mapping):
-            own["window_members"] = list(state.optim_wrapper)
+            contents["window_members"] = list(state.optim_wrapper)
     carried = weights.step_state(state.model) if at_current_batch else {}
     if carried:
-        own["step"] = carried
+        contents["step"] = carried
     # A checkpoint of the window's start must not have the loader's position, which is later.
     reader_state = state.data.reader_state
     if reader_state is None and state.data.reader is not None:
         reader_state = state.data.reader.state_dict()
     if reader_state is not None and at_current_batch:
-        own["loader"] = weights.to_plain(reader_state, "loader")
+        contents["loader"] = weights.to_plain(reader_state, "loader")
     generators = {
         "generators": state.data.generators.state_dict(),
         "model_generators": get_states(module_generators(model)),
     }
-    own |= {name: weights.to_plain(states, name) for name, states in generators.items() if states}
+    contents |= {
+        name: weights.to_plain(states, name) for name, states in generators.items() if states
+    }
     layouts = weights.gradient_places(model)
-    return {**own, "places": layouts} if layouts else own
+    return {**contents, "places": layouts} if layouts else contents
 
 
 def _finish(draft: Path, meta: dict[str, Any], state: LoopState, incomplete: bool) -> Path:

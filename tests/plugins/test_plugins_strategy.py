@@ -279,8 +279,8 @@ def _weights_of_layers(wrapper: str) -> dict[str, torch.Tensor]:
 
 
 def test_layers_that_only_earlier_batches_of_a_window_use() -> None:
-    weights, others = run_ranks(_weights_of_layers, 2, "separate")
+    rank_0, rank_1 = run_ranks(_weights_of_layers, 2, "separate")
     sharded, _ = run_ranks(_weights_of_layers, 2, "fsdp")
-    for name, value in weights.items():
-        assert torch.equal(value, others[name])
+    for name, value in rank_0.items():
+        assert torch.equal(value, rank_1[name])
         torch.testing.assert_close(value, sharded[name], rtol=0, atol=1e-6)

@@ -54,13 +54,15 @@ def test_tokens_are_those_that_the_loss_counts(caplog: pytest.LogCaptureFixture)
     torch.manual_seed(0)
     inputs, target = torch.randn(8, 5, dtype=torch.float64), torch.tensor([1, 0, 0, 2, 0, 0, 0, 1])
 
-    def train_in(parts: int) -> Tensor:
+    def train_in(micro_batches: int) -> Tensor:
         torch.manual_seed(1)
         loss = nn.CrossEntropyLoss(ignore_index=0)
         model = SupervisedModel(nn.Linear(5, 3, dtype=torch.float64), loss)
         wrapper = SingleDevice(model)
-        optim = OptimWrapper(_optimizer(model), accumulative_counts=parts, loss_weight="tokens")
-        for batch in zip(inputs.chunk(parts), target.chunk(parts), strict=True):
+        optim = OptimWrapper(
+            _optimizer(model), accumulative_counts=micro_batches, loss_weight="tokens"
+        )
+        for batch in zip(inputs.chunk(micro_batches), target.chunk(micro_batches), strict=True):
             wrapper.train_step(list(batch), optim)
         return model.net.weight.detach()
 
