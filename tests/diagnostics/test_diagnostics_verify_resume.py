@@ -56,7 +56,7 @@ FAULTS = [
 ]
 SAME = "sample ids, random states, losses, gradients, weights, optimizer state, logs"
 # Each command starts several processes one after the other.
-LIMIT_S = 230
+LIMIT_S = 500
 WEIGHTED = "optim_wrapper={type: OptimWrapper, loss_weight: samples}"
 DROPOUT = f"{NET}.WithDropout"
 ELASTIC = [

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from loop_parts import assert_identical, get_weights, make_data, make_state
-from marks import slow
+from marks import nightly, slow
 from ranks import run_ranks
 from stream_parts import ROWS, SAMPLES, Lines, OwnLoader, SaveAll, resume_from
 from torch.utils.data import DataLoader, IterableDataset
@@ -66,7 +66,7 @@ def test_a_run_resumes_from_any_save_point(tmp_path: Path, kind: str, workers: i
 
 
 @pytest.mark.parametrize(
-    ("kind", "workers"), [("own stream", 2), *slow(("datasets", 2), ("torchdata", 0))]
+    ("kind", "workers"), [("own stream", 2), *slow(("torchdata", 0)), *nightly(("datasets", 2))]
 )
 def test_each_rank_resumes_from_its_own_place(tmp_path: Path, kind: str, workers: int) -> None:
     run_ranks(resume_from, 2, tmp_path, kind, workers)

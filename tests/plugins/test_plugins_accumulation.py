@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning_parts import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -53,7 +54,12 @@ def fit(counts: int, loss_weight: str | None, strategy: Any = "auto", **options:
         use_distributed_sampler=False,
         **options,
     )
-    trainer.fit(module, make_loader(), make_loader())
+    try:
+        trainer.fit(module, make_loader(), make_loader())
+    finally:
+        # Lightning keeps its group until the process ends.
+        if dist.is_initialized():
+            dist.destroy_process_group()
     return module, trainer
 
 

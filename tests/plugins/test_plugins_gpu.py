@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning_parts import QUIET, Automatic, loader, make_trainer, weights
 from stepped_runs import supervised
 from weights import apart
@@ -18,9 +19,15 @@ pytestmark = [pytest.mark.gpu, *(pytest.mark.filterwarnings(ignored) for ignored
 def _fit(strategy: Any, precision: str, module: Any = None) -> Any:
     module = Automatic() if module is None else module
     options: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "precision": precision}
-    trainer = make_trainer(strategy, max_epochs=3, **options)
-    trainer.fit(module, loader(), loader("val"))
-    return trainer.strategy.lightning_module_state_dict()
+    # Lightning would shuffle the samples of a loader that was made before its process group.
+    trainer = make_trainer(strategy, max_epochs=3, use_distributed_sampler=False, **options)
+    try:
+        trainer.fit(module, loader(), loader("val"))
+        return trainer.strategy.lightning_module_state_dict()
+    finally:
+        # Lightning keeps its group until the process ends.
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])

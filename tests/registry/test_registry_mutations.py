@@ -11,7 +11,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from marks import slow
+from marks import nightly, slow
 
 from stepwrap.registry import (
     Config,
@@ -173,7 +173,9 @@ def fuzz(numbers: range, folder: Path) -> int:
     return num_read
 
 
-@pytest.mark.parametrize("numbers", [range(100), *slow(range(100, 3000))], ids=str)
+@pytest.mark.parametrize(
+    "numbers", [range(100), *slow(range(100, 700)), *nightly(range(700, 3000))], ids=str
+)
 def test_any_damage_is_a_config_error_or_none(numbers: range, tmp_path: Path) -> None:
     assert 0.2 < fuzz(numbers, tmp_path) / len(numbers) < 0.8
 

@@ -24,7 +24,7 @@ from stepwrap.runner.command.cli import main
 
 MARK = "STEPWRAP_TEST_MARK"
 # A run that is restarted starts six processes; a busy machine needs two minutes for them.
-TIMEOUT_S = 200.0
+TIMEOUT_S = 500.0
 
 MODULE = '''
 import os

@@ -152,7 +152,7 @@ def test_drawn_schedules(tmp_path_factory: pytest.TempPathFactory, data: st.Data
     check_drawn(data, tmp_path_factory.mktemp("drawn"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=150, **SETTINGS)
 @given(st.data())
 def test_many_drawn_schedules(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from marks import slow
+from marks import nightly, slow
 from ports import free_port
 from programs import ended, run, run_script
 from ranks import run_ranks
@@ -493,7 +493,7 @@ def train_to_the_end(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("start", "ranks", "saved"),
-    [("--resume", 2, 3), ("--fresh", 2, 3), ("--resume", 3, 3), ("--resume", 4, 2)],
+    [("--fresh", 2, 3), ("--resume", 3, 3), *nightly(("--resume", 2, 3), ("--resume", 4, 2))],
 )
 @pytest.mark.slow
 def test_a_run_restarted_by_torchrun_continues_from_its_last_checkpoint(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from marks import nightly
 from ranks import run_ranks
 from runner_parts import Command, assert_identical
 from test_runner_stop import SLOW, TRAIN, timeless_records, train_here
@@ -32,7 +33,8 @@ def assert_equals_uninterrupted(folder: Path, nproc: int, *settings: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("nproc", "wrapper"), [(1, "single"), (2, "ddp"), (3, "ddp"), (3, "fsdp"), (2, "fsdp")]
+    ("nproc", "wrapper"),
+    [(2, "ddp"), (2, "fsdp"), *nightly((1, "single"), (3, "ddp"), (3, "fsdp"))],
 )
 @pytest.mark.slow
 def test_a_killed_rank_restarts_all_and_does_not_change_the_weights(

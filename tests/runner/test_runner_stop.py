@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from marks import slow
+from marks import nightly, slow
 from ranks import run_ranks
 from runner_parts import Command, assert_identical, final_weights, points_config, records
 
@@ -59,9 +59,11 @@ def test_a_killed_run_resumes_to_the_very_same_weights(start: Start, tmp_path: P
         *slow(
             (signal.SIGINT, 2, "stopped by Ctrl-C"),
             (signal.SIGUSR1, 1, "stopped by SIGTERM"),
+            (signal.SIGHUP, 2, "stopped by SIGTERM"),
+        ),
+        *nightly(
             (signal.SIGUSR1, 2, "stopped by SIGTERM"),
             (signal.SIGHUP, 1, "stopped by SIGTERM"),
-            (signal.SIGHUP, 2, "stopped by SIGTERM"),
         ),
     ],
 )
@@ -98,11 +100,11 @@ FORK_SERVER = "multiprocessing_context: forkserver, persistent_workers: true"
     ("number", "nproc", "loader"),
     [
         (signal.SIGTERM, 1, f"{OWN_LOADER}}}"),
-        *slow(
+        (signal.SIGTERM, 2, f"{OWN_LOADER}, {FORK_SERVER}}}"),
+        (signal.SIGUSR1, 2, "data.train.num_workers=2"),
+        *nightly(
             (signal.SIGTERM, 2, "data.train.num_workers=2"),
             (signal.SIGTERM, 2, f"{OWN_LOADER}, multiprocessing_context: spawn}}"),
-            (signal.SIGTERM, 2, f"{OWN_LOADER}, {FORK_SERVER}}}"),
-            (signal.SIGUSR1, 1, "data.train.num_workers=2"),
             (signal.SIGUSR1, 2, f"{OWN_LOADER}}}"),
         ),
     ],

@@ -15,7 +15,6 @@ from stepwrap.wrappers import (
     AmpOptimWrapper,
     OptimWrapper,
     SingleDevice,
-    StepDistributedDataParallel,
     wrap_model,
 )
 from stepwrap.wrappers.optimizers.optimizer_fit import build_optimizer
@@ -99,8 +98,8 @@ def test_ddp_over_nccl(tmp_path: Path) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
     try:
-        single, ddp = SingleDevice(classifier().cuda()), wrap_model(None, classifier().cuda())
-        assert type(ddp) is StepDistributedDataParallel
+        single = SingleDevice(classifier().cuda())
+        ddp: Any = wrap_model("ddp", classifier().cuda())
         assert ddp.device_ids == [device.index]
         for batch in batches(3):
             for model in (single, ddp):

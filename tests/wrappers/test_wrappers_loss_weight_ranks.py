@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from marks import slow
+from marks import nightly, slow
 from on_ranks import gathered, on_ranks
 from parity_cells import make_mesh, whole_weights
 from ranks import run_ranks
@@ -55,7 +55,7 @@ FEW = [
         *((*row, FEW) for row in QUICK[1:]),
         *slow(*((*row, FEW) for row in FOURS)),
         ("single", 1, all_cells()),
-        *slow(*((*row, all_cells()) for row in QUICK[1:] + FOURS)),
+        *nightly(*((*row, all_cells()) for row in QUICK[1:] + FOURS)),
     ],
 )
 @on_ranks("world")

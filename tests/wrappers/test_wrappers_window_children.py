@@ -80,6 +80,14 @@ def make_optims(wrapper: nn.Module, kind: Any = OptimWrapper, **options: Any) ->
     return OptimWrapperDict(both=kind(optimizer, WINDOW, **options))
 
 
+def has_unreduced(wrapper: nn.Module) -> bool:
+    """Return whether modules of this wrapper have gradients that are not reduced yet.
+
+    Wrappers of earlier tests in this process may have some, too.
+    """
+    return any(module in unreduced for module in wrapper.modules())
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "optim"),
     [
@@ -108,7 +116,7 @@ def test_weights_equal_plain_training(
     for update in range(len(USES)):
         for at in range(WINDOW):
             wrapper.train_step(make_batch(update, at, dist.get_rank()), optims)
-        assert not unreduced
+        assert not has_unreduced(wrapper)
     assert_near(whole_state(wrapper), expected, 1e-12)
 
 
@@ -187,4 +195,4 @@ def test_ddp_with_sparse_and_missing_gradients() -> None:
         assert not torch.equal(parameter, value)
     changes = (net[0].weight - before[0])[:, 0]
     assert changes.ne(0).tolist() == [True, True, False, True]
-    assert gathered(len(unreduced)) == [0, 0]
+    assert gathered(has_unreduced(wrapper)) == [False, False]
