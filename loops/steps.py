@@ -1,4 +1,4 @@
-"""Wrap the training step: weighted logs, and counts of micro-batches."""
+"""Wrap the training step: detached and weighted logs, and counts of micro-batches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from ..wrappers.steps.buffers import uncounted_batch
+from ..wrappers.steps.step import ModelWrapper, detached
 from .logs import WeightedLogs
 from .schedule import get_members, get_windows, is_weighted
 from .state import LoopState
@@ -17,6 +18,8 @@ def get_step(state: LoopState) -> Step:
     """Return the model's training step, with checked counts and weighted logs where needed."""
     wrapper: Any = state.model
     step: Step = wrapper.train_step
+    if getattr(step, "__func__", None) is not ModelWrapper.train_step:
+        step = _detached(step)
     optim = state.optim_wrapper
     is_group = isinstance(optim, Mapping)
     longest = max(get_windows(optim), default=1)
@@ -25,6 +28,16 @@ def get_step(state: LoopState) -> Step:
     if counts and (is_group or longest > 1):
         step = _counted(step, type(wrapper).__name__, longest, is_group)
     return _weighted(step, wrapper) if is_weighted(optim) else step
+
+
+def _detached(step: Step) -> Step:
+    """Return a step whose logs do not change after it, as those of ``ModelWrapper.train_step``."""
+
+    def detached_step(data: Any, optim_wrapper: Any) -> Any:
+        logs = step(data, optim_wrapper)
+        return detached(logs) if isinstance(logs, Mapping) else logs
+
+    return detached_step
 
 
 def _counted(step: Step, name: str, longest: int, is_group: bool) -> Step:

@@ -84,9 +84,9 @@ def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, d
         )
     total = sum(counted[1:], counted[0])
     logs = {"loss": total.detach()}
-    logs |= {name: mean.detach() for name, mean in averaged.items() if name != "loss"}
+    logs |= {name: detach_value(mean) for name, mean in averaged.items() if name != "loss"}
     if "loss" in averaged and len(counted) > 1:
-        logs["loss_raw"] = averaged["loss"].detach()
+        logs["loss_raw"] = detach_value(averaged["loss"])
         warn_of_total_loss(averaged)
     return total, logs
 
@@ -383,15 +383,28 @@ def _detecting(wrapper: ModelWrapper, update: UpdateFunction) -> UpdateFunction:
 
 def _run_model_step(wrapper: Any, data: Any, optim_wrapper: Any) -> Mapping[str, Any]:
     try:
-        return wrapper.module.train_step(data, optim_wrapper)  # type: ignore[no-any-return]
+        logs = wrapper.module.train_step(data, optim_wrapper)
     except BaseException as error:
         wrapper.support.explain_update(wrapper, error)
         raise
+    return detached(logs) if isinstance(logs, Mapping) else logs
+
+
+def detach_value(value: Any) -> Any:
+    """Return a value for the log: a detached tensor that the training cannot change in place.
+
+    The log reads values only at the next record. A parameter, a buffer or a view may have changed
+    by then, so it is copied.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    is_fresh = not value.is_leaf and value._base is None
+    return value.detach() if is_fresh else value.detach().clone()
 
 
 def detached(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Return logs with detached tensors."""
-    return {name: v.detach() if isinstance(v, Tensor) else v for name, v in logs.items()}
+    return {name: detach_value(value) for name, value in logs.items()}
 
 
 _W = TypeVar("_W", bound=ModelWrapper)
@@ -493,8 +506,8 @@ def _loggable(name: str, key: str, value: Any) -> Any:
         raise TypeError(
             f"the training step {name} must return numbers or tensors, got {key}={value!r}"
         )
-    # Detached, because the value would otherwise keep its graph in memory until it is logged.
-    return value.detach() if isinstance(value, Tensor) else value
+    # Without this the value would keep its graph in memory until it is logged.
+    return detach_value(value)
 
 
 def _get_name(function: Any) -> str:

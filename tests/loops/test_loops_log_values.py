@@ -1,0 +1,107 @@
+"""Logged values that the training changes in place afterwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stepwrap.loops import EpochTrainLoop, build_loader
+from stepwrap.runner import Runner
+from stepwrap.wrappers import BaseModel, OptimWrapper, SingleDevice, compile_step, with_train_step
+
+STEPS = 10
+
+
+class Scaled(BaseModel):
+    """Logs a learnable parameter, a view of it, and a buffer that counts the batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 1, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, inputs: Tensor, targets: Tensor, mode: str = "loss") -> dict[str, Tensor]:
+        self.seen += 1
+        errors = self.linear(inputs).squeeze(1) * self.scale - targets
+        return {
+            "loss": errors.square().mean(),
+            "scale": self.scale,
+            "first": self.scale[0],
+            "seen": self.seen,
+        }
+
+
+class SelfStepping(Scaled):
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        losses = self(*data)
+        logs = {**losses, "scale": self.scale.mean()}
+        optim_wrapper.update_params(losses["loss"])
+        return logs
+
+
+class SteppingWrapper(SingleDevice):
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        return step(self, data, optim_wrapper)
+
+
+def step(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+    losses = wrapper(*data)
+    logs = {**losses, "scale": wrapper.module.scale.mean()}
+    optim_wrapper.update_params(losses["loss"])
+    return logs
+
+
+def make_data() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    options: Any = {"generator": generator, "dtype": torch.float64}
+    return torch.utils.data.TensorDataset(
+        torch.randn(4 * STEPS, 3, **options), torch.randn(4 * STEPS, **options)
+    )
+
+
+def train_plainly(*, after_update: bool) -> dict[str, float]:
+    """Return the means of the logged values."""
+    model, sums = Scaled(), {"scale": 0.0, "first": 0.0, "seen": 0.0}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, targets = make_data().tensors
+    for batch in zip(inputs.chunk(STEPS), targets.chunk(STEPS), strict=True):
+        scale = model.scale.item()
+        optimizer.zero_grad()
+        model(*batch)["loss"].backward()
+        optimizer.step()
+        sums["scale"] += scale
+        sums["first"] += model.scale.item() if after_update else scale
+        sums["seen"] += model.seen.item()
+    return {name: value / STEPS for name, value in sums.items()}
+
+
+@pytest.mark.parametrize(
+    ("make", "after_update"),
+    [
+        (lambda: SingleDevice(Scaled()), False),
+        (lambda: compile_step(SingleDevice(Scaled()), backend="eager", min_steps=0), False),
+        (lambda: with_train_step(SingleDevice, step)(Scaled()), True),
+        (lambda: SingleDevice(SelfStepping()), True),
+        (lambda: SteppingWrapper(Scaled()), True),
+    ],
+    ids=["losses", "compiled", "own step", "step of the model", "subclass"],
+)
+def test_the_record_has_the_values_of_each_step(
+    make: Any, after_update: bool, tmp_path: Path
+) -> None:
+    wrapper = make()
+    loader = build_loader(make_data(), batch_size=4, shuffle=False, train=True)
+    optim_wrapper = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1))
+    loop = EpochTrainLoop(loader, max_epochs=1, log_every_steps=STEPS)
+    Runner(wrapper, loop, optim_wrapper=optim_wrapper, run_dir=tmp_path, hooks={}).train()
+    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {name: record[name] for name in ("scale", "first", "seen")} == pytest.approx(
+        train_plainly(after_update=after_update), abs=1e-12
+    )
