@@ -10,7 +10,7 @@ TEST_EXTRAS := $(DEMO_EXTRAS),docs,lightning,mmengine,mlflow,peft,sweep,tensorbo
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo docs test test-all test-nightly test-torch test-vision test-lightning-versions check mutate parity \
+.PHONY: demo docs test test-all test-nightly test-pretend test-torch test-vision test-lightning-versions check mutate parity \
 	bench bench-peers format types-link clean
 
 demo: $(DEMO_READY)
@@ -26,6 +26,11 @@ test test-all test-nightly: $(READY) types-link
 	$(BIN)/ruff format -q --check .
 	PYTHONPATH=build/types $(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(SELECTED)
+
+# Run the tests marked `gpu` on two pretend devices, which tests/pretend makes from host memory.
+test-pretend: $(READY)
+	$(BIN)/python tests/pretend/pretend_build.py
+	PRETEND_CUDA=2 PYTHONPATH=tests/pretend/site $(BIN)/python -m pytest -m "gpu or pretend"
 
 # Run the tests of `test` with another release of torch in a fresh environment; `SELECTED=` adds the
 # slow and nightly tests. Other versions are pinned, except setuptools, which some releases of torch limit.

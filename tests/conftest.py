@@ -22,6 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
     another process may read an incomplete file.
     """
     config.addinivalue_line("markers", "nightly: further cases, run only by `make test-nightly`")
+    config.addinivalue_line("markers", "triton: compiles kernels for a CUDA device")
+    config.addinivalue_line("markers", "pretend: needs pretend devices; run by `make test-pretend`")
     if not hasattr(config, "workerinput"):
         with contextlib.suppress(ImportError):
             importlib.import_module("yapf")
@@ -33,6 +35,10 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("pretend") is not None and "PRETEND_CUDA" not in os.environ:
+        pytest.skip("no pretend devices: make test-pretend")
+    if item.get_closest_marker("triton") is not None and "PRETEND_CUDA" in os.environ:
+        pytest.skip("Triton compiles only for real devices")
     if item.get_closest_marker("gpu") is not None:
         import torch
 

@@ -210,6 +210,7 @@ def test_bfloat16(
 
 
 @pytest.mark.gpu
+@pytest.mark.triton
 @pytest.mark.parametrize("counts", [1, 3])
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_200_steps_as_cuda_graphs(kind: str, counts: int) -> None:
@@ -234,6 +235,7 @@ def test_200_steps_as_cuda_graphs(kind: str, counts: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.triton
 def test_weights_that_move_get_another_cuda_graph() -> None:
     def move(model: Any, optim: OptimWrapper) -> None:
         for param in model.parameters():
@@ -256,6 +258,7 @@ def test_steps_that_a_cuda_graph_cannot_hold_run_as_usual(caplog: pytest.LogCapt
 
 
 @pytest.mark.gpu
+@pytest.mark.triton
 def test_bfloat16_as_a_cuda_graph() -> None:
     def make(model: nn.Module) -> OptimWrapper:
         return AmpOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.05), dtype="bfloat16")
