@@ -31,7 +31,7 @@ def get_step(state: LoopState) -> Step:
 
 
 def _detached(step: Step) -> Step:
-    """Return a step whose logs do not change after it, as those of ``ModelWrapper.train_step``."""
+    """Return a step whose logs do not change after it."""
 
     def detached_step(data: Any, optim_wrapper: Any) -> Any:
         logs = step(data, optim_wrapper)

@@ -9,14 +9,14 @@ import pretend_runtime as runtime
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from pretend_tensors import below_autograd, host_alias, on_device
+from pretend_tensors import below_autograd, host_alias, move_to_device
 from torch import Tensor
 
 _libraries: list[torch.library.Library] = []
 # Arguments of collectives that may not have finished: gloo reads and writes them later.
 _in_flight: list[Any] = []
 # The back-end that the program asked for.
-_wanted: str | None = None
+_requested_backend: str | None = None
 _create_group, _group_config, _barrier = (
     dist.init_process_group,
     dist.get_backend_config,
@@ -30,31 +30,31 @@ def _run_collective(op: Any, *args: Any) -> Any:
     runtime.finish_uploads()
     originals: dict[int, Tensor] = {}
 
-    def to_host(value: Any) -> Any:
+    def convert_argument(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_cuda:
             alias = host_alias(value)
             originals[id(alias)] = value
             return alias
         if isinstance(value, (list, tuple)):
-            return [to_host(element) for element in value]
+            return [convert_argument(element) for element in value]
         return value
 
-    def to_device(value: Any) -> Any:
+    def convert_result(value: Any) -> Any:
         if isinstance(value, Tensor):
             return originals.get(id(value)) if id(value) in originals else _find(value, originals)
         if isinstance(value, (list, tuple)):
-            return type(value)(to_device(element) for element in value)
+            return type(value)(convert_result(element) for element in value)
         return value
 
     with below_autograd():
-        values = [to_host(value) for value in args]
+        values = [convert_argument(value) for value in args]
         if op.name() == "c10d::allreduce_" and not values[0][0].is_floating_point():
             # gloo cannot average integers, as NCCL does.
             return args[0], _reduce_integers(op, values)
         results = op(*values)
         _in_flight.append(values)
         del _in_flight[:-64]
-    return to_device(results)
+    return convert_result(results)
 
 
 def _reduce_integers(op: Any, values: list[Any]) -> Any:
@@ -70,22 +70,22 @@ def _find(tensor: Tensor, originals: dict[int, Tensor]) -> Tensor:
     for original in originals.values():
         if original.data_ptr() == tensor.data_ptr() and original.shape == tensor.shape:
             return original
-    return on_device(tensor, runtime.current_device())
+    return move_to_device(tensor, runtime.current_device())
 
 
 def _init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-    global _wanted
+    global _requested_backend
     kwargs.pop("device_id", None)
-    _wanted = backend or "cpu:gloo,cuda:nccl"
-    if "nccl" in _wanted:
+    _requested_backend = backend or "cpu:gloo,cuda:nccl"
+    if "nccl" in _requested_backend:
         backend = "cpu:gloo,cuda:gloo"
     _create_group(backend, *args, **kwargs)
 
 
 def _get_backend_config(group: Any = None) -> str:
-    if _wanted is None or "nccl" not in _wanted:
+    if _requested_backend is None or "nccl" not in _requested_backend:
         return _group_config(group)
-    return "cuda:nccl" if _wanted == "nccl" else "cpu:gloo,cuda:nccl"
+    return "cuda:nccl" if _requested_backend == "nccl" else "cpu:gloo,cuda:nccl"
 
 
 def _barrier_without_device(

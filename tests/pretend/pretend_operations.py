@@ -12,7 +12,7 @@ from pretend_tensors import (
     CPU_KEYS,
     below_autograd,
     host_alias,
-    on_device,
+    move_to_device,
     replace_storage,
     resize,
 )
@@ -78,11 +78,11 @@ class _HostCall:
         self.originals: dict[int, Tensor] = {}
         self.index = _device_index((args, kwargs))
         self.values = [
-            self._to_host(value, argument.name)
+            self._convert_argument(value, argument.name)
             for value, argument in zip(args, arguments, strict=False)
         ]
         self._wrap_numbers()
-        self.options = {name: self._to_host(value, name) for name, value in kwargs.items()}
+        self.options = {name: self._convert_argument(value, name) for name, value in kwargs.items()}
         self.options.pop("pin_memory", None)
 
     def run(self) -> Any:
@@ -92,9 +92,9 @@ class _HostCall:
             is_new = not original.numel() and alias.numel()
             if alias.shape != original.shape or is_new:
                 replace_storage(original, alias)
-        return results, tree_map(self._to_device, results)
+        return results, tree_map(self._convert_result, results)
 
-    def _to_host(self, value: Any, name: str) -> Any:
+    def _convert_argument(self, value: Any, name: str) -> Any:
         if isinstance(value, Tensor):
             if value.is_cuda:
                 return self._alias(value, name)
@@ -104,7 +104,7 @@ class _HostCall:
         if isinstance(value, torch.device):
             return torch.device("cpu") if value.type == "cuda" else value
         if isinstance(value, (list, tuple)):
-            return type(value)(self._to_host(element, name) for element in value)
+            return type(value)(self._convert_argument(element, name) for element in value)
         return value
 
     def _alias(self, tensor: Tensor, name: str) -> Tensor:
@@ -142,11 +142,11 @@ class _HostCall:
                     dtype = tensors[0].dtype
                 self.values[position] = torch.tensor(value, dtype=dtype)
 
-    def _to_device(self, value: Any) -> Any:
+    def _convert_result(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         original = self.originals.get(id(value))
-        return on_device(value, self.index) if original is None else original
+        return move_to_device(value, self.index) if original is None else original
 
 
 def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:

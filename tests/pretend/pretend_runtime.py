@@ -230,10 +230,12 @@ class CUDAGraph:
                         new_results = values[0].copy_(values[1])
                     else:
                         new_results = op(*values, **options)
-                for old, new in zip(tree_leaves(results), tree_leaves(new_results), strict=True):
-                    is_other = isinstance(new, Tensor) and new is not old
-                    if is_other and new.data_ptr() != old.data_ptr():
-                        old.copy_(new)
+                for result, new_result in zip(
+                    tree_leaves(results), tree_leaves(new_results), strict=True
+                ):
+                    is_other = isinstance(new_result, Tensor) and new_result is not result
+                    if is_other and new_result.data_ptr() != result.data_ptr():
+                        result.copy_(new_result)
 
 
 @contextlib.contextmanager

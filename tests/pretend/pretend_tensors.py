@@ -25,7 +25,7 @@ def below_autograd() -> AbstractContextManager[Any]:
     return torch._C._AutoDispatchBelowAutograd()
 
 
-def on_device(host: Tensor, index: int) -> Tensor:
+def move_to_device(host: Tensor, index: int) -> Tensor:
     """Return a tensor on the device ``index`` that shares the memory of ``host``.
 
     Raises:
@@ -64,7 +64,7 @@ def host_alias(tensor: Tensor) -> Tensor:
 
 def replace_storage(tensor: Tensor, host: Tensor) -> None:
     """Give a tensor the contents, shape and strides of ``host``, as a resized result."""
-    moved = on_device(host, tensor.device.index)
+    moved = move_to_device(host, tensor.device.index)
     _SET.redispatch(
         CPU_KEYS, tensor, moved.untyped_storage(), host.storage_offset(), host.shape, host.stride()
     )
@@ -118,14 +118,14 @@ def _size(self: Any) -> int:
     return int(getattr(self, "_pretend_size", self.nbytes()))
 
 
-def _bytes_of(storage: Any) -> Tensor:
+def _view_bytes(storage: Any) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _clone(self: Any) -> Any:
     if self.device.type != "cuda":
         return _clone_storage(self)
-    return _bytes_of(self).clone().untyped_storage()
+    return _view_bytes(self).clone().untyped_storage()
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
@@ -134,8 +134,8 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     return memo[self._cdata]
 
 
-def _to(self: Any, device: Any, non_blocking: bool = False) -> Any:
-    return _bytes_of(self).to(torch.device(device), copy=True).untyped_storage()
+def _move(self: Any, device: Any, non_blocking: bool = False) -> Any:
+    return _view_bytes(self).to(torch.device(device), copy=True).untyped_storage()
 
 
 def install_storages() -> None:
@@ -146,4 +146,4 @@ def install_storages() -> None:
     storage: Any = torch.UntypedStorage
     storage.resize_, storage.size = _resize_, _size
     storage.clone, storage.__deepcopy__ = _clone, _deepcopy
-    torch.storage._to = torch._utils._to = _to
+    torch.storage._to = torch._utils._to = _move

@@ -84,10 +84,10 @@ def test_memory_is_counted_and_runs_out() -> None:
 def test_each_device_has_its_random_stream() -> None:
     torch.cuda.manual_seed_all(3)
     on_host = torch.get_rng_state()
-    first, second = (torch.rand(4, device=f"cuda:{index}") for index in (0, 1))
-    assert first.tolist() == second.tolist()
+    drawn, on_second = (torch.rand(4, device=f"cuda:{index}") for index in (0, 1))
+    assert drawn.tolist() == on_second.tolist()
     assert torch.equal(torch.get_rng_state(), on_host)
-    assert not torch.equal(torch.rand(4, device="cuda:0"), first)
+    assert not torch.equal(torch.rand(4, device="cuda:0"), drawn)
 
 
 def test_a_graph_repeats_its_operations() -> None:
