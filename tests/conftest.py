@@ -35,8 +35,13 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("pretend") is not None and "PRETEND_CUDA" not in os.environ:
-        pytest.skip("no pretend devices: make test-pretend")
+    if item.get_closest_marker("pretend") is not None:
+        if "PRETEND_CUDA" not in os.environ:
+            pytest.skip("no pretend devices: make test-pretend")
+        import pretend_devices
+
+        if pretend_devices.reason is not None:
+            pytest.skip(pretend_devices.reason)
     if item.get_closest_marker("triton") is not None and "PRETEND_CUDA" in os.environ:
         pytest.skip("Triton compiles only for real devices")
     if item.get_closest_marker("gpu") is not None:

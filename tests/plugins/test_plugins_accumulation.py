@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning_parts import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from stepwrap.collectives import end_group
 from stepwrap.plugins.lightning import StepLightningModule, StepStrategy
 from stepwrap.plugins.lightning.tree import Trainer
 from stepwrap.wrappers import OptimWrapper, SupervisedModel
@@ -58,8 +58,7 @@ def fit(counts: int, loss_weight: str | None, strategy: Any = "auto", **options:
         trainer.fit(module, make_loader(), make_loader())
     finally:
         # Lightning keeps its group until the process ends.
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        end_group()
     return module, trainer
 
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning_parts import QUIET, Automatic, loader, make_trainer, weights
 from stepped_runs import supervised
 from weights import apart
 
+from stepwrap.collectives import end_group
 from stepwrap.plugins.lightning import StepLightningModule, StepStrategy
 from stepwrap.wrappers import AmpOptimWrapper
 from stepwrap.wrappers.optimizers.optimizer_fit import build_optimizer
@@ -26,8 +26,7 @@ def _fit(strategy: Any, precision: str, module: Any = None) -> Any:
         return trainer.strategy.lightning_module_state_dict()
     finally:
         # Lightning keeps its group until the process ends.
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        end_group()
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).resolve().parent
 SOURCE = FOLDER / "pretend_guard.cpp"
 CACHE = FOLDER.parents[1] / "build" / "pretend"
 # Releases of torch with which the pretend devices have been tried.
-TESTED = ("2.11", "2.12", "2.13")
+TESTED = ("2.13",)
 
 
 class UnavailableError(RuntimeError):
