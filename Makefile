@@ -16,16 +16,17 @@ export PYTHONUNBUFFERED := 1
 demo: $(DEMO_READY)
 	$(BIN)/stepwrap train configs/digits_ddp.yaml --fresh
 
-# `test` skips tests marked slow or nightly, `test-all` those marked nightly. Three processes keep two cores busy, because many tests wait for other
-# processes. Files run in alphabetical order, which puts many short ones last, so that all processes end
-# at about the same time.
+# `test` skips tests marked slow or nightly, `test-all` those marked nightly. Three processes keep two
+# cores busy, because many tests wait for other processes. Files run in alphabetical order, which puts
+# many short ones last, so that all processes end at about the same time. pytest-xdist may wait for
+# ever after it has restarted a worker.
 test test-torch: SELECTED := -m "not slow and not nightly"
 test-all: SELECTED := -m "not nightly"
 test test-all test-nightly: $(READY) types-link
 	$(BIN)/ruff check -q .
 	$(BIN)/ruff format -q --check .
 	PYTHONPATH=build/types $(BIN)/lint-imports --no-logo --no-cache
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(SELECTED)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(SELECTED)
 
 # Run the tests marked `gpu` on two pretend devices, which tests/pretend makes from host memory.
 test-pretend: $(READY)
@@ -58,7 +59,7 @@ test-vision:
 	grep -vE '^(torch|setuptools)==' constraints.txt > $(VISION_ENV)/constraints.txt
 	$(INSTALL) pip
 	$(INSTALL) torch==$(VISION_TORCH) torchvision==$(VISION) "setuptools>=70" wheel
-	$(INSTALL) -e ".[examples,transformers,vision]" pytest pytest-xdist hypothesis torchmetrics
+	$(INSTALL) -e ".[examples,transformers,vision]" pytest pytest-timeout pytest-xdist hypothesis torchmetrics
 	$(VISION_ENV)/bin/python -m pytest -o faulthandler_timeout=900 tests/wrappers/test_wrappers_vision.py
 
 check: $(READY) types-link
@@ -108,7 +109,7 @@ test-lightning-versions:
 		place=build/lightning/$$wanted; \
 		install="$$place/bin/python -m pip install -q --disable-pip-version-check -c build/lightning/constraints.txt"; \
 		rm -rf $$place; $(PYTHON) -m venv $$place; \
-		$$install torch; $$install -e ".[examples]" pytest pytest-xdist hypothesis "$$wanted"; \
+		$$install torch; $$install -e ".[examples]" pytest pytest-timeout pytest-xdist hypothesis "$$wanted"; \
 		echo "$$wanted:"; $$place/bin/python -m pytest -q tests/plugins; \
 	done
 

@@ -24,6 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "nightly: further cases, run only by `make test-nightly`")
     config.addinivalue_line("markers", "triton: compiles kernels for a CUDA device")
     config.addinivalue_line("markers", "pretend: needs pretend devices; run by `make test-pretend`")
+    warm.fork_ranks()
     if not hasattr(config, "workerinput"):
         with contextlib.suppress(ImportError):
             importlib.import_module("yapf")
@@ -56,15 +57,31 @@ def _has_group() -> bool:
     return distributed is not None and bool(distributed.is_initialized())
 
 
+def _forked_processes() -> set[int]:
+    """Return the living children of this process that were forked from it."""
+    command = (
+        Path("/proc/self/cmdline").read_bytes() if Path("/proc/self/cmdline").exists() else b""
+    )
+    forked = set()
+    for children in Path("/proc/self/task").glob("*/children"):
+        # A thread or child may have ended meanwhile.
+        with contextlib.suppress(OSError):
+            for pid in children.read_text().split():
+                if Path(f"/proc/{pid}/cmdline").read_bytes() == command:
+                    forked.add(int(pid))
+    return forked
+
+
 @pytest.fixture(autouse=True)
 def _restore_surroundings() -> Iterator[None]:
     """Hide a launcher's variables from tests, and undo what a test changes.
 
     This covers the environment, the working directory, and torch's deterministic algorithms. A test
-    that leaves a process group fails, because later tests would train in that group.
+    that leaves a process group fails, because later tests would train in that group. So does one
+    that leaves a forked process, which keeps copies of all file descriptors open.
     """
     environment, cwd = dict(os.environ), Path.cwd()
-    had_group = _has_group()
+    had_group, forked = _has_group(), _forked_processes()
     for name in environment.keys() - ranks.remove_launcher(environment.items()):
         del os.environ[name]
     yield
@@ -77,3 +94,6 @@ def _restore_surroundings() -> Iterator[None]:
     if _has_group() and not had_group:
         sys.modules["torch.distributed"].destroy_process_group()
         pytest.fail("the test left its process group open")
+    left = _forked_processes() - forked
+    if left:
+        pytest.fail(f"the test left forked processes: {sorted(left)}")

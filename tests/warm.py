@@ -8,28 +8,21 @@ Use `programs.py` for tests of imports, interpreter options, and the environment
 from __future__ import annotations
 
 import atexit
-import builtins
 import contextlib
 import gc
-import multiprocessing.process
 import os
 import pickle
-import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import traceback
-import types
 from collections.abc import Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
-# Variables that only the start of an interpreter reads; the template was started with these.
-_AT_START = ("LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "PYTHONHASHSEED")
+import forked_ranks
 
 
 class _Program(NamedTuple):
@@ -52,9 +45,9 @@ def ended(
     """
     environment = dict(os.environ if env is None else env)
     program = _Program([str(word) for word in words], str(cwd or Path.cwd()), environment)
-    changed = [name for name in _AT_START if environment.get(name) != os.environ.get(name)]
-    if changed:
-        raise ValueError(f"{changed} must be set at the start: use programs.ended")
+    at_start = forked_ranks.read_at_start
+    if at_start(environment) != at_start(os.environ):
+        raise ValueError(f"{at_start(environment)} must be set at the start: use programs.ended")
     with (
         tempfile.TemporaryFile() as given,
         tempfile.TemporaryFile() as out,
@@ -90,11 +83,15 @@ class _Template:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.ranks, theirs_of_ranks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         start = "import sys; sys.path.insert(0, sys.argv[1]); import warm; warm.serve()"
-        with theirs:
+        with theirs, theirs_of_ranks:
+            descriptors = [theirs.fileno(), theirs_of_ranks.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, "-c", start, str(Path(__file__).parent), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-c", start, str(Path(__file__).parent), *map(str, descriptors)],
+                pass_fds=descriptors,
+                # Read when torch is imported; a launch sets it for its ranks.
+                env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ},
                 stdin=subprocess.DEVNULL,
                 # In a separate session, so that only pytest gets Ctrl-C.
                 start_new_session=True,
@@ -114,9 +111,10 @@ class _Template:
     def close(self) -> None:
         # Processes that pytest has forked meanwhile, such as workers of loaders, have copies of the
         # socket, so closing this one is not enough.
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        for connection in (self._socket, self.ranks):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
         self._process.wait()
 
     def _receive(self) -> int:
@@ -136,6 +134,11 @@ def _template() -> _Template:
     return _started[0]
 
 
+def fork_ranks() -> None:
+    """Make launches of this process fork their ranks."""
+    forked_ranks.fork_ranks(lambda: _template().ranks)
+
+
 def shutdown() -> None:
     """End the template; the next program starts another one."""
     while _started:
@@ -150,11 +153,16 @@ def serve() -> None:
 
     Nothing here may start a thread.
     """
-    control = socket.socket(fileno=int(sys.argv[2]))
+    control, ranks = (socket.socket(fileno=int(word)) for word in sys.argv[2:])
     control.set_inheritable(False)
+    ranks.set_inheritable(False)
     # The folders of this file and of the start: each program has its own.
     del sys.path[:2]
+    # Whatever most programs and ranks import; torch._dynamo comes with DistributedDataParallel.
+    import sklearn.datasets  # noqa: F401
+    import torch._dynamo
     import torch.distributed.fsdp  # noqa: F401
+    import torchmetrics  # noqa: F401
 
     import stepwrap.collectives
     import stepwrap.loops
@@ -164,6 +172,10 @@ def serve() -> None:
 
     gc.collect()
     gc.freeze()
+    if os.fork() == 0:
+        control.close()
+        forked_ranks.serve(ranks)
+    ranks.close()
     while True:
         message, fds, _, _ = socket.recv_fds(control, 1 << 20, 3)
         if not message:
@@ -183,60 +195,16 @@ def _become(program: _Program, fds: list[int]) -> NoReturn:
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)
-    os.chdir(program.cwd)
-    # multiprocessing looks for the main program here.
-    multiprocessing.process.ORIGINAL_DIR = program.cwd
-    os.environ.clear()
-    os.environ.update(program.environment)
-    added = program.environment.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:0] = [path for path in added if path]
-    code = _interpret_to_the_end(program.words)
-    # As at the end of an interpreter, which would also free all modules.
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
+    control = _fork_rank_template()
+    forked_ranks.fork_ranks(lambda: control)
+    forked_ranks.become_program(program.words, program.cwd, program.environment)
 
 
-def _interpret_to_the_end(words: list[str]) -> int:
-    """Run a program and return its exit code."""
-    try:
-        _interpret(*words)
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return end.code or 0
-        print(end.code, file=sys.stderr)
-        return 1
-    except BaseException as error:
-        # Without the frames of this file.
-        trace = error.__traceback__
-        while trace and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace)
-        return 1
-    return 0
-
-
-def _interpret(first: str, *words: str) -> None:
-    if first == "-m":
-        module, *arguments = words
-        sys.argv[:] = [module, *arguments]
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-        return
-    # The template's own main module, without its content: other modules may refer to it.
-    main = sys.modules["__main__"]
-    vars(main).clear()
-    vars(main).update(vars(types.ModuleType("__main__")), __builtins__=builtins)
-    if first == "-c":
-        text, *arguments = words
-        sys.argv[:] = ["-c", *arguments]
-        sys.path.insert(0, "")
-        code = compile(text, "<string>", "exec")
-    else:
-        sys.argv[:] = [first, *words]
-        sys.path.insert(0, str(Path(first).resolve().parent))
-        main.__file__ = first
-        code = compile(Path(first).read_bytes(), first, "exec")
-    exec(code, main.__dict__)
+def _fork_rank_template() -> socket.socket:
+    """Fork a process that forks ranks, and return the connection to it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        forked_ranks.serve(theirs)
+    theirs.close()
+    return ours

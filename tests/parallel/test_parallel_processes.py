@@ -37,8 +37,15 @@ def ended(target: Any, *args: Any, ctx: Any = FORK, **options: Any) -> Process:
 
 @pytest.fixture
 def _new_fork_server() -> None:
-    """End a fork server into which other tests have loaded torch."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    """End a fork server into which other tests have loaded torch.
+
+    `_stop` waits for the end of the server, which does not end while a process that was forked from
+    this one has a copy of the server's pipe.
+    """
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+    server._stop()
     multiprocessing.set_forkserver_preload(["__main__"])
 
 
