@@ -193,28 +193,79 @@ def test_mixed_precision() -> None:
     assert full(batch[0], mode="tensor").dtype is torch.float32
 
 
+class _ScaledLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (self.scale * (output - target).square()).mean()
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss, _ScaledLoss])
 @on_ranks(2)
-def test_ignored_parameters_stay_whole() -> None:
-    records: list[str] = []
+def test_mixed_precision_does_not_round_targets(loss: Any) -> None:
+    """The target 257 is 256 in bfloat16, and so is the output."""
+    net = nn.Linear(2, 1)
+    nn.init.zeros_(net.weight)
+    nn.init.constant_(net.bias, 256.0)
+    dtypes = []
+    net.register_forward_hook(lambda net, inputs, output: dtypes.append(inputs[0].dtype))
+    precision = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    model = StepFullyShardedDataParallel(SupervisedModel(net, loss()), mixed_precision=precision)
+    batch = torch.zeros(4, 2), torch.full((4, 1), 257.0)
+    evaluated = model.val_step(batch)
+    assert evaluated["loss"].item() == 1.0
+    assert torch.equal(evaluated["target"], batch[1])
+    assert model.train_step(batch, sgd(model, lr=0.5))["loss"].item() == 1.0
+    assert whole(model)["module.net.bias"].item() == 257.0
+    assert set(dtypes) == {torch.bfloat16}
+
+
+@on_ranks(2)
+def test_mixed_precision_names_targets_that_it_rounds() -> None:
+    """If net and loss share a parameter, both are in one unit, which casts all its inputs."""
+    loss = _ScaledLoss()
+    net = nn.Linear(2, 1)
+    loss.scale = net.bias
+    with _messages_of_units() as messages:
+        StepFullyShardedDataParallel(
+            SupervisedModel(net, loss), mixed_precision={"param_dtype": "bfloat16"}
+        )
+    assert any("targets are rounded" in message for message in messages)
+
+
+@contextmanager
+def _messages_of_units() -> Iterator[list[str]]:
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("stepwrap.wrappers.fsdp.units")
     logger.addHandler(handler)
-    for option in (
-        {"ignored_modules": ["net.head"]},
-        {"ignored_parameters": ["net.head.*"]},
-        {"ignored_states": ["net.head.weight", "net.head.bias"]},
-    ):
-        model = _wrapped("Net", **option)
-        train_on(model, own_batches(dist.get_rank(), torch.float64)[:1])
-        assert not any(isinstance(param, DTensor) for param in model.module.net.head.parameters())
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
+@on_ranks(2)
+def test_ignored_parameters_stay_whole() -> None:
+    with _messages_of_units() as messages:
+        for option in (
+            {"ignored_modules": ["net.head"]},
+            {"ignored_parameters": ["net.head.*"]},
+            {"ignored_states": ["net.head.weight", "net.head.bias"]},
+        ):
+            model = _wrapped("Net", **option)
+            train_on(model, own_batches(dist.get_rank(), torch.float64)[:1])
+            head = model.module.net.head
+            assert not any(isinstance(param, DTensor) for param in head.parameters())
+    assert messages[0].endswith("updates its own copy of net.head.weight, net.head.bias")
     bare = supervised("Net", torch.float64)
     model = StepFullyShardedDataParallel(bare, ignored_parameters=bare.net.head.parameters())
     assert not any(isinstance(param, DTensor) for param in model.module.net.head.parameters())
     with pytest.raises(ValueError, match="name or path 'net.heat'; did you mean net.head"):
         _wrapped("Net", ignored_parameters=["net.heat"])
-    logger.removeHandler(handler)
-    assert records[0].endswith("updates its own copy of net.head.weight, net.head.bias")
 
 
 def _scalar() -> nn.Module:

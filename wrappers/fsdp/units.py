@@ -19,6 +19,7 @@ from ..blocks import find_blocks, find_parameters
 from ..layout import broadcast_from_first_rank
 from ..sharding.mesh import agree
 from ..sharding.meta_init import check_no_meta_buffers
+from ..steps.model import SupervisedModel
 from ..steps.step import overrides_train_step
 from ..steps.step_checks import check_unchanged_weights
 from .options import FsdpOptions, WrapPolicy
@@ -63,7 +64,7 @@ def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> li
     agree(describe, mesh)
     if mesh.size() > 1:
         check_unchanged_weights(module, "fsdp")
-    roots = find_roots(module, ignored)
+    roots = find_roots(module, ignored, options.precision)
     exact = full_precision_units(module, options.precision)
     if options.device is not None and not any(param.is_meta for param in module.parameters()):
         module.to(options.device)
@@ -87,6 +88,8 @@ def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> li
     free_root = False if options.free_after_forward is False else None
     for path, root in roots.items():
         policy = exact.get(path, options.precision)
+        if isinstance(module, SupervisedModel) and root is module.loss:
+            policy = replace(policy, cast_forward_inputs=False)
         fully_shard(root, mp_policy=policy, reshard_after_forward=free_root, **common)
         start = f"{path}." if path else ""
         inside = {name: units[name] for name in units if name != path and name.startswith(start)}
@@ -151,18 +154,31 @@ def find_units(
     return _split_by_dtype(model, units, ignored)
 
 
-def find_roots(model: nn.Module, ignored: set[nn.Parameter]) -> dict[str, nn.Module]:
+def find_roots(
+    model: nn.Module, ignored: set[nn.Parameter], policy: MixedPrecisionPolicy
+) -> dict[str, nn.Module]:
     """Return the root modules by path; each parameter is in exactly one of them.
 
     Usually the only root is the model. If its step may call its children in any order, with several
     backwards, the roots are the outermost modules inside it that have a forward and parameters,
-    unless a parameter would then be in no root or in several.
+    unless a parameter would then be in no root or in several. The same holds for a
+    ``SupervisedModel`` under mixed precision: a root casts its inputs, which must not include the
+    targets of the loss.
     """
     roots: dict[str, nn.Module] = {}
-    if not calls_children(model) or not _collect_roots(model, "", ignored, roots):
-        return {"": model}
-    params = [param for root in roots.values() for param in set(root.parameters())]
-    return roots if params and len(params) == len(set(params)) else {"": model}
+    has_targets = policy.param_dtype is not None and (
+        isinstance(model, SupervisedModel) and type(model).forward is SupervisedModel.forward
+    )
+    if (calls_children(model) or has_targets) and _collect_roots(model, "", ignored, roots):
+        params = [param for root in roots.values() for param in set(root.parameters())]
+        if params and len(params) == len(set(params)):
+            return roots
+    if has_targets and policy.cast_forward_inputs:
+        logger.warning(
+            "the targets are rounded to %s, because parameters belong to both the net and the loss",
+            policy.param_dtype,
+        )
+    return {"": model}
 
 
 def _collect_roots(
