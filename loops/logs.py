@@ -239,11 +239,20 @@ def _sum(name: str, values: list[Any]) -> Tensor:
 
 def _weighted_sum(name: str, values: list[Any], weights: list[Any]) -> tuple[Tensor, Tensor]:
     """Return the sum of the values times their weights, and the sum of the weights."""
-    means = torch.stack([_sum(name, [value]).double() for value in values])
-    factors = torch.stack([torch.as_tensor(weight, dtype=torch.float64) for weight in weights])
+    means = _stack([_sum(name, [value]).double() for value in values])
+    factors = _stack([torch.as_tensor(weight, dtype=torch.float64) for weight in weights])
     factors = factors.to(means.device)
     # Values with a weight of 0 may be NaN.
     return torch.where(factors > 0, means * factors, 0.0).sum(), factors.sum()
+
+
+def _stack(scalars: Sequence[Tensor]) -> Tensor:
+    """Stack 0-d tensors on the device of the first one that is not on the CPU.
+
+    A batch without samples has the weight 0, a number, beside weights on the device.
+    """
+    device = next((scalar.device for scalar in scalars if not scalar.is_cpu), None)
+    return torch.stack([scalar.to(device) for scalar in scalars])
 
 
 def _tensor(name: str, value: Any) -> Tensor:

@@ -42,10 +42,15 @@ def seed_rng(seed: int) -> None:
 
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the streams of Python, torch (CPU and CUDA) and NumPy as tensors and numbers."""
+    """Return the streams of Python, torch (CPU and CUDA) and NumPy as tensors and numbers.
+
+    ``device`` is the device of the model. A resumed run restores its stream on the device of the
+    model there, and the streams of all devices, which ``DataParallel`` uses, by index.
+    """
     streams: dict[str, Any] = {"python": _python_state(random), "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         streams["cuda"] = torch.cuda.get_rng_state(_cuda(device))
+        streams["cuda_devices"] = torch.cuda.get_rng_state_all()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
@@ -64,6 +69,10 @@ def restore_rng(streams: dict[str, Any], device: torch.device | None = None) -> 
     _set_python_state(random, streams["python"])
     torch.set_rng_state(streams["torch"])
     if "cuda" in streams and torch.cuda.is_available():
+        # Checkpoints of earlier releases lack the streams of all devices.
+        for index, state in enumerate(streams.get("cuda_devices", ())):
+            if index < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state, index)
         torch.cuda.set_rng_state(streams["cuda"], _cuda(device))
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in streams:

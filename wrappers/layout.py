@@ -86,6 +86,17 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return kind is not None and isinstance(value, kind)
 
 
+def compute_device(tensor: Tensor) -> torch.device:
+    """Return the device on which a model uses ``tensor``.
+
+    A shard that FSDP2 keeps in host memory (``cpu_offload``) is gathered on the device of its mesh.
+    """
+    kind = tensor.device_mesh.device_type if is_dtensor(tensor) else tensor.device.type
+    if kind == tensor.device.type:
+        return tensor.device
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
 def get_layout(tensor: Tensor) -> Layout:
     """Return the layout of ``tensor``; raise RuntimeError if its placements are partial sums."""
     if is_dtensor(tensor):

@@ -11,6 +11,15 @@ from step_models import batches, classifier, flat, mlp, train
 from torch import nn
 from weighted_models import Tagger, difference, global_batch, split, train_whole
 
+from stepwrap.loops import (
+    EpochTrainLoop,
+    HookList,
+    IterTrainLoop,
+    LoopState,
+    load_checkpoint,
+    save_checkpoint,
+    seed_rng,
+)
 from stepwrap.wrappers import (
     AmpOptimWrapper,
     OptimWrapper,
@@ -122,3 +131,29 @@ def test_loss_weights_stay_on_the_device(counts: int) -> None:
     nothing["labels"][:] = -100
     train(model, split(nothing, counts, seed=3), wrapper)
     assert flat(model).isfinite().all()
+
+
+def test_a_batch_without_tokens_is_recorded(tmp_path: Path) -> None:
+    """Its weight is 0; the mean of the losses is that of the other batches."""
+    batches = [global_batch(number) for number in range(3)]
+    batches[1]["labels"][:] = -100
+
+    def make(device: str) -> LoopState:
+        seed_rng(0)
+        model = SingleDevice(Tagger(dtype=torch.float64).to(device))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return LoopState(model=model, optim_wrapper=OptimWrapper(optimizer, loss_weight="tokens"))
+
+    def get_mean(state: LoopState) -> float:
+        EpochTrainLoop(batches, max_epochs=1).run(state, HookList([]))
+        return state.logs.means()["loss"].item()
+
+    begun = make("cpu")
+    IterTrainLoop(batches, max_steps=2).run(begun, HookList([]))
+    path = save_checkpoint(tmp_path / "checkpoint", begun)
+    expected = get_mean(make("cpu"))
+    assert get_mean(make("cuda")) == pytest.approx(expected, rel=1e-12)
+    # An interval that began on the CPU continues on the device.
+    resumed = make("cuda")
+    load_checkpoint(path).restore(resumed)
+    assert get_mean(resumed) == pytest.approx(expected, rel=1e-12)

@@ -76,5 +76,5 @@ def test_training_equals_plain_pytorch(kind: str, references: Path, tmp_path: Pa
 @pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
 @pytest.mark.parametrize("offload", [True, {"pin_memory": False}])
 def test_parameters_on_the_host(kind: str, offload: Any, references: Path) -> None:
-    recipes = [recipe for recipe in get_recipes(kind) if not recipe.is_half]
+    recipes = get_recipes(kind)
     assert far(run_cells(kind, recipes, references, device="cuda", cpu_offload=offload)) == []

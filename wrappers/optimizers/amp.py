@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ...primitives.suggestions import did_you_mean
 from ...registry import OPTIM_WRAPPERS
-from ..layout import get_parameters, has_placed_parameters
+from ..layout import compute_device, get_parameters, has_placed_parameters
 from ..torch_functions import check_options, option_names
 from .gates import GradientGate
 from .optim import OptimWrapper
@@ -59,7 +59,7 @@ class AmpOptimWrapper(OptimWrapper):
         use_fsdp: in float16, skip an update on all ranks if any rank has infinite gradients. This
             needs one small collective per update. It is always done if the optimizer's parameters
             are sharded.
-        device: the device of autocast; default: the device of the parameters.
+        device: the device of autocast; default: the device on which the model computes.
         loss_weight: as in ``OptimWrapper``.
 
     Raises:
@@ -84,8 +84,8 @@ class AmpOptimWrapper(OptimWrapper):
         loss_weight: str | Mapping[str, Any] | Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__(optimizer, accumulative_counts, clip_grad, loss_weight)
-        device = next(get_parameters(optimizer)).device if device is None else torch.device(device)
-        self.device_type = device.type
+        parameter = next(get_parameters(optimizer))
+        self.device_type = torch.device(device or compute_device(parameter)).type
         self.cast_dtype = _dtype(dtype, self.device_type)
         enabled = self.cast_dtype is torch.float16
         self._skips_together = use_fsdp or (enabled and has_placed_parameters(optimizer))
@@ -111,7 +111,7 @@ class AmpOptimWrapper(OptimWrapper):
     @property
     def loss_scale(self) -> float | Tensor:
         """The factor by which ``backward`` multiplies losses: a 0-d tensor, 1 unless in float16."""
-        device = next(get_parameters(self.optimizer)).device
+        device = compute_device(next(get_parameters(self.optimizer)))
         scale: Tensor = self.loss_scaler.scale(torch.ones((), device=device))
         return scale
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...registry import MODELS
+from ..layout import compute_device
 
 # The dicts of a module that hold its hooks.
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -114,9 +115,12 @@ def as_call(data: Any) -> tuple[Sequence[Any], dict[str, Any]]:
 
 
 def get_device(module: nn.Module) -> torch.device:
-    """Return the device of the first parameter or buffer; without any, torch's default device."""
+    """Return the device on which a model computes.
+
+    This is the device of its first parameter or buffer; without any, torch's default device.
+    """
     tensor: Tensor | None = next(chain(module.parameters(), module.buffers()), None)
-    return torch.get_default_device() if tensor is None else tensor.device
+    return torch.get_default_device() if tensor is None else compute_device(tensor)
 
 
 @MODELS.register_module(name=["DataPreprocessor", "BaseDataPreprocessor"])
