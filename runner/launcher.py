@@ -201,6 +201,9 @@ def process_group(
 
     Every rank must enter. An existing group is used and not destroyed. The ranks meet through
     ``store_file`` if it is given, otherwise at MASTER_ADDR.
+
+    Raises:
+        ValueError: the backend is NCCL, and there is no CUDA device.
     """
     if dist.is_initialized():
         yield
@@ -210,6 +213,8 @@ def process_group(
     name = _backend_name(backend)
     device = None
     if "nccl" in name:
+        if not torch.cuda.is_available():
+            raise ValueError(f"backend {name!r} needs a CUDA device, got none; use 'gloo'")
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)

@@ -255,6 +255,9 @@ def _build_seeded_loader(run: RunSections, name: str, *, share: _DataShare) -> A
                 dataset, limit = _selected(dataset, num_samples, seed, section.shuffle), None
             on_device = section.in_memory == "device"
             options["in_memory"] = device_of_rank(run) if on_device else section.in_memory
+            if section.pin_memory == "auto":
+                # Pinned memory needs a CUDA context, and only copies to the device use it.
+                options["pin_memory"] = device_of_rank(run).type == "cuda" and not share.one_batch
             loader = build_loader(
                 dataset,
                 # A loader for training repeats samples, so that all ranks have the same number;

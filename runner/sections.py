@@ -67,6 +67,9 @@ def _misfits(run: RunSections, ranks: int, faulty: frozenset[str]) -> Iterator[P
     """
     if run.device == "cuda" and not torch.cuda.is_available():
         yield Problem("device", "is cuda, but torch finds no CUDA device on this machine")
+    if "nccl" in run.launch.backend and not torch.cuda.is_available():
+        message = "is nccl, but torch finds no CUDA device on this machine; use gloo or auto"
+        yield Problem("launch.backend", message)
     yield from _remote_paths(run)
     if not faulty & _LAYOUT:
         yield from layout_problems(run, ranks)

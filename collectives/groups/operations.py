@@ -113,7 +113,7 @@ class CollectiveHandle(Generic[T]):
             try:
                 yield
             except RuntimeError as error:
-                if not failed or isinstance(error, CollectiveError):
+                if not failed or isinstance(error, (CollectiveError, torch.OutOfMemoryError)):
                     raise
                 position, transport = call.here(), dist.get_backend_config(group)
                 raise CollectiveError(

@@ -250,7 +250,8 @@ def _check_settings(launcher: str, backend: str | None, init_backend: str) -> No
         raise ValueError(f"Invalid launcher type: {launcher}; it must be one of {launchers}")
     if init_backend != "torch":
         raise ValueError(f"init_backend must be 'torch', got {init_backend!r}")
-    if backend is not None and "nccl" in backend and not torch.cuda.is_available():
+    is_for_gpus = backend is not None and ("nccl" in backend or "cuda" in backend)
+    if is_for_gpus and not torch.cuda.is_available():
         raise ValueError(f"backend {backend!r} needs a CUDA device, got none; use 'gloo'")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import NamedTuple, TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from ..errors import Call, CollectiveError, Group, Place, describe_places, user_site
@@ -27,6 +28,10 @@ _BUSY_S = 20.0
 _POLL_S = 0.02
 _SILENT = "does not answer: it has died, is stuck, has been stopped or has not begun"
 _thread = threading.local()
+
+
+# Errors in a collective that do not come from the transport.
+_OF_THIS_RANK = (CollectiveError, torch.OutOfMemoryError)
 
 
 class calling(Call):
@@ -68,7 +73,7 @@ class calling(Call):
             self._record.state = "finished" if error is None else "failed"
         if error is None:
             _withdraw_failure(self.group)
-        elif isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
+        elif isinstance(error, RuntimeError) and not isinstance(error, _OF_THIS_RANK):
             raise _failure(self.here(), self.group, error) from error
 
 

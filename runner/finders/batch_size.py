@@ -27,6 +27,10 @@ _OUT_OF_MEMORY = (
     "MemoryError",
     "bad_alloc",
     "SIGKILL",
+    # Libraries of CUDA that find no memory for their workspace.
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",
 )
 _STEPS = 2
 

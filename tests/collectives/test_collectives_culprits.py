@@ -116,6 +116,11 @@ def _fail_inside() -> None:
         raise RuntimeError("the transport has no such operation")
 
 
+def test_a_rank_without_memory_reports_no_transport() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="tried to allocate"), calling("made_up"):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+
 def _fail_then_leave(folder: str) -> list[str]:
     """Let both ranks fail in one call; later rank 0 waits alone for rank 1, which computes."""
     texts = [outcome_text(_fail_inside)]

@@ -452,7 +452,13 @@ def install(count: int) -> None:
     for name, function in functions.items():
         is_class = name in ("Stream", "Event", "StreamContext", "CUDAGraph", "graph")
         setattr(torch.cuda, name, function if is_class else _separate(function))
-    for name in ("device_count", "get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
+    for name in (
+        "device_count",
+        "get_rng_state",
+        "set_rng_state",
+        "manual_seed",
+        "manual_seed_all",
+    ):
         setattr(torch.cuda.random, name, _separate(functions[name]))
     torch.cuda._initialized = False
     # It would warn that NCCL is missing; copies between devices do without.

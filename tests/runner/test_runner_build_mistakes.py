@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from marks import slow
 
 from stepwrap.registry import ConfigError, config_from_dict, load_config
@@ -145,6 +146,14 @@ def test_sections_that_depend_on_an_invalid_one_are_not_reported() -> None:
     with pytest.raises(ConfigError) as caught:
         read_sections(config)
     assert [problem.key for problem in caught.value.problems] == ["mesh", ""]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_nccl_needs_a_device(backend: str) -> None:
+    config = {"model": {"type": "torch.nn.Identity"}, "launch": {"nproc": 2, "backend": backend}}
+    with pytest.raises(ConfigError, match=r"launch\.backend: .*use gloo or auto"):
+        read_sections(config_from_dict(config))
 
 
 @pytest.mark.parametrize(

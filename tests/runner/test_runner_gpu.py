@@ -10,6 +10,8 @@ from runner_parts import assert_identical, final_weights
 
 from stepwrap.registry import load_config
 from stepwrap.runner import Runner, launch
+from stepwrap.runner.parts import build_parts
+from stepwrap.runner.sections import read_sections
 
 pytestmark = pytest.mark.gpu
 WORDS = ["device=cuda", "hooks.progress=false"]
@@ -23,6 +25,13 @@ def test_trains_in_every_precision(run: Path, dtype: str) -> None:
     assert state.step == 48
     assert state.model.module.net[0].weight.is_cuda
     assert runner.test()["accuracy"] > 0.5
+
+
+@pytest.mark.parametrize(("device", "is_pinned"), [("cpu", False), ("cuda", True)])
+def test_batches_are_pinned_only_for_the_device(run: Path, device: str, is_pinned: bool) -> None:
+    sections = read_sections(load_config("points.yaml", [*WORDS, f"device={device}"]))
+    loader = build_parts(sections).train_loop.dataloader
+    assert loader.pin_memory is is_pinned
 
 
 def test_a_resumed_run_is_bit_identical(run: Path) -> None:

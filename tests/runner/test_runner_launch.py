@@ -407,6 +407,12 @@ def test_a_group_that_exists_is_left_alone() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_group_over_nccl_needs_a_device() -> None:
+    with pytest.raises(ValueError, match="'nccl' needs a CUDA device"), process_group("nccl"):
+        pass
+
+
 # The plainest must be first, because imports of the others hide its failure.
 KINDS = [
     "StepDistributedDataParallel",

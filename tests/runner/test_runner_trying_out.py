@@ -16,7 +16,7 @@ from stepwrap.loops import LoopState
 from stepwrap.registry import load_config
 from stepwrap.runner import Runner
 from stepwrap.runner.command.cli import main
-from stepwrap.runner.finders.batch_size import BatchSizeFit, largest_batch_size
+from stepwrap.runner.finders.batch_size import BatchSizeFit, largest_batch_size, try_batch_size
 from stepwrap.runner.finders.learning_rate import RangeTest, RangeTestHook
 from stepwrap.runner.sections import read_sections
 from stepwrap.wrappers import OptimWrapper
@@ -156,6 +156,42 @@ def test_lr_find_needs_a_loss(
     assert main(words) == 1
     needed = "lr-find needs a train_step that logs 'loss', but it logs score"
     assert needed in capsys.readouterr().err
+
+
+FAILING = """
+from torch import nn
+
+
+class Failing(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.layer, self.error = nn.Linear(64, 10), error
+
+    def forward(self, inputs):
+        if len(inputs) > 8:
+            raise RuntimeError(self.error)
+        return self.layer(inputs.flatten(1))
+"""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "CUDA out of memory. Tried to allocate 2.00 GiB.",
+    ],
+)
+def test_libraries_report_missing_memory_in_their_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "failing_net.py").write_text(FAILING)
+    net = {"type": "failing_net.Failing", "error": error}
+    config = load_config("digits_single", [f"model.net={json.dumps({'_delete_': True, **net})}"])
+    for size, fit in ((8, BatchSizeFit.FITS), (16, BatchSizeFit.TOO_LARGE)):
+        assert try_batch_size(config, read_sections(config), size=size) is fit
 
 
 HUNGRY = """
