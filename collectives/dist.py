@@ -25,6 +25,7 @@ from .process.ranks import distributed_available as is_distributed
 from .process.ranks import get_rank, get_world_size, live_world_size, members, place_in_group
 from .process.ranks import rank_zero_only as master_only
 from .process.slurm import slurm_tasks, tasks_here
+from .process.timeouts import inherit_timeout
 from .tensors.dicts import all_reduce_dict_in_place as all_reduce_dict
 from .tensors.dicts import all_reduce_params
 from .tensors.tensors import all_gather, all_reduce, broadcast, gather, synchronize
@@ -170,6 +171,7 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
         for start in range(0, len(everyone), num_gpus_per_node):
             local_ranks = everyone[start : start + num_gpus_per_node]
             group = distributed.new_group(local_ranks)
+            inherit_timeout(group)
             if distributed.get_rank() in local_ranks:
                 _local[world] = weakref.ref(group)
 

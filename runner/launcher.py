@@ -38,6 +38,7 @@ from ..collectives import (
     synchronize,
 )
 from ..collectives.process.slurm import slurm_tasks
+from ..collectives.process.timeouts import delay_nccl
 from ..loops.display.notebook import DISPLAY_DIR, is_in_notebook, show_displays
 from ..parallel import free_memory
 from ..primitives.stop_signals import blocking_signals, unblock_signals
@@ -225,6 +226,7 @@ def process_group(
         store = dist.FileStore(str(store_file), world_size)
         meeting = {"store": store, "rank": rank, "world_size": world_size}
     dist.init_process_group(name, timeout=timeout, device_id=device, **meeting)
+    delay_nccl()
     with _ending_group():
         # A rank must not leave while another one is still connecting to it.
         synchronize()

@@ -14,6 +14,7 @@ from ..errors import Group
 from ..objects import objects
 from ..objects.agree import results_of_all
 from ..process.ranks import distributed_available, members
+from ..process.timeouts import delay_nccl
 from ..tensors.tensors import start_barrier, synchronize
 from ..trace.calling import calling
 from . import operations
@@ -338,6 +339,7 @@ def _new_group(
         group = dist.new_group(chosen, timedelta(seconds=timeout_s), backend)
         if dist.get_rank() not in chosen:
             return None, None
+        delay_nccl(group)
         # A barrier, because a member may destroy the group while another one still connects.
         start_barrier(group).wait()
     return group, chosen.index(dist.get_rank())

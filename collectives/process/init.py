@@ -21,6 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from .ranks import get_local_rank
 from .slurm import adopt_slurm, slurm_tasks
+from .timeouts import delay_nccl
 
 _MPI_VARIABLES: Final = {
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -103,6 +104,7 @@ def init_dist(
         kwargs.pop("init_method", None)
         kwargs |= meet_at_master(**{n: kwargs[n] for n in _STORE_OPTIONS if n in kwargs})
     dist.init_process_group(name, **kwargs)
+    delay_nccl()
 
 
 def meet_at_master(

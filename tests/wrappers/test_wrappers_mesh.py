@@ -1,10 +1,12 @@
 """Meshes of ranks along named axes."""
 
+import time
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from on_ranks import on_ranks
+from ranks import run_ranks
 from torch import distributed
 
 from stepwrap.wrappers import build_mesh
@@ -79,6 +81,23 @@ def test_places_of_ranks(
     facts = (mesh.data_rank, mesh.data_size, mesh.tensor.get_local_rank(), total.item())
     assert facts == expected_places[distributed.get_rank()]
     assert mesh.fsdp.mesh_dim_names == tuple(names.split())
+
+
+def _leave_alone(axis: str) -> float:
+    """Let the other ranks leave; return after how many seconds rank 0's collective failed."""
+    mesh = build_mesh({"replicate": 2, "shard": 1, "tensor": 2})
+    group = mesh.data_group if axis == "data" else mesh.device_mesh.get_group(axis)
+    if distributed.get_rank():
+        return 0.0
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        distributed.all_reduce(torch.ones(1), group=group)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("axis", ["replicate", "tensor", "data"])
+def test_groups_of_a_mesh_have_the_timeout_of_the_run(axis: str) -> None:
+    assert 1.0 < run_ranks(_leave_alone, 4, axis, group_timeout_s=3)[0] < 60.0
 
 
 @on_ranks(2)

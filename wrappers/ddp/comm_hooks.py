@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.futures import Future
 
 from ...collectives import all_gather_object
+from ...collectives.process.timeouts import inherit_timeout
 from ...registry import COMM_HOOKS, Registry, build_tree, did_you_mean
 
 # Called by torch with the state and a bucket of gradients.
@@ -159,6 +160,7 @@ class PostLocalSGD(CommHook):
         rank_groups = [list(row[at : at + size]) for row in rows for at in range(0, len(row), size)]
         subgroup: ProcessGroup
         subgroup, _ = distributed.new_subgroups_by_enumeration(rank_groups)  # type: ignore[no-untyped-call]
+        inherit_timeout(subgroup)
         return subgroup
 
 

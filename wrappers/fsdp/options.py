@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import distributed, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -28,7 +28,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, always_wrap_policy
 from ...collectives import all_gather_object, comm_device, forget_meshes, get_world_size
 from ...registry import did_you_mean
 from ..blocks import BlockSpec
-from ..sharding.mesh import Mesh, require_process_group
+from ..sharding.mesh import Mesh, create_device_mesh, require_process_group
 from ..torch_functions import check_options
 
 WrapPolicy: TypeAlias = Callable[..., bool]
@@ -457,7 +457,7 @@ def _create_mesh(options: FsdpOptions, device_type: str) -> DeviceMesh:
         return _mesh_of_hosts(device_type)
     if groups:
         return DeviceMesh.from_group(groups[0], device_type)
-    return init_device_mesh(device_type, (get_world_size(),), mesh_dim_names=("data",))
+    return create_device_mesh(device_type, {"data": get_world_size()})
 
 
 def _mesh_of_groups(shards: ProcessGroup, copies: ProcessGroup, *, device_type: str) -> DeviceMesh:
@@ -481,7 +481,7 @@ def _mesh_of_hosts(device_type: str) -> DeviceMesh:
             "HYBRID_SHARD needs the same number of consecutive ranks on every host, got "
             f"{sizes}; give the mesh, such as {{replicate: 2, shard: -1}}"
         )
-    return init_device_mesh(device_type, (len(sizes), sizes[0]), mesh_dim_names=_HYBRID_AXES)
+    return create_device_mesh(device_type, {"replicate": len(sizes), "shard": sizes[0]})
 
 
 def _device_type(options: FsdpOptions, model: nn.Module) -> str:

@@ -22,6 +22,7 @@ from ...collectives import (
     obj2tensor,
     run_together,
 )
+from ...collectives.process.timeouts import inherit_timeout
 from ...registry import did_you_mean
 from ..layout import routes
 
@@ -126,8 +127,16 @@ def build_mesh(axes: Mapping[str, int], device_type: str = "cpu") -> Mesh:
         return Mesh(sizes)
     # torch would reuse an equal mesh of an earlier process group, whose groups no longer exist.
     forget_meshes()
-    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = create_device_mesh(device_type, sizes)
     return Mesh(sizes, mesh, _data_group(mesh, sizes))
+
+
+def create_device_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """Create a mesh of all ranks with these axes, whose groups have the timeout of all ranks."""
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for group in mesh.get_all_groups():
+        inherit_timeout(group)
+    return mesh
 
 
 def _check_names(axes: Mapping[str, int]) -> None:
@@ -159,6 +168,7 @@ def _data_group(mesh: DeviceMesh, sizes: Mapping[str, int]) -> ProcessGroup | No
     # Every rank must create all groups, because torch names groups by counting these calls.
     for ranks in mesh.mesh.flatten(0, 1).T.tolist():
         group = distributed.new_group(ranks)
+        inherit_timeout(group)
         if distributed.get_rank() in ranks:
             data_group = group
     return data_group
