@@ -37,6 +37,7 @@ from ..collectives import (
     meet_at_master,
     synchronize,
 )
+from ..collectives.process.init import choose_backend, device_of_local_rank
 from ..collectives.process.slurm import slurm_tasks
 from ..collectives.process.timeouts import delay_nccl
 from ..loops.display.notebook import DISPLAY_DIR, is_in_notebook, show_displays
@@ -209,15 +210,9 @@ def process_group(
     if dist.is_initialized():
         yield
         return
+    if "nccl" in backend and not torch.cuda.is_available():
+        raise ValueError(f"backend {backend!r} needs a CUDA device, got none; use 'gloo'")
     adopt_slurm(os.environ)
-    local_rank = int(os.environ.get("LOCAL_RANK") or 0)
-    name = _backend_name(backend)
-    device = None
-    if "nccl" in name:
-        if not torch.cuda.is_available():
-            raise ValueError(f"backend {name!r} needs a CUDA device, got none; use 'gloo'")
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
     if store_file is None:
         meeting = meet_at_master(timeout=timeout)
@@ -225,6 +220,11 @@ def process_group(
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(str(store_file), world_size)
         meeting = {"store": store, "rank": rank, "world_size": world_size}
+    name = choose_backend(**meeting) if backend == "auto" else backend
+    device = None
+    if "nccl" in name:
+        device = device_of_local_rank()
+        torch.cuda.set_device(device)
     dist.init_process_group(name, timeout=timeout, device_id=device, **meeting)
     delay_nccl()
     with _ending_group():
@@ -240,7 +240,8 @@ def single_process_group(needed: bool = True) -> Iterator[None]:
         yield
         return
     store = dist.HashStore()
-    dist.init_process_group(_backend_name("auto"), store=store, rank=0, world_size=1)
+    name = choose_backend(store, 0, 1)
+    dist.init_process_group(name, store=store, rank=0, world_size=1)
     with _ending_group():
         yield
 
@@ -259,14 +260,6 @@ def _ending_group() -> Iterator[None]:
         raise
     finally:
         end_group()
-
-
-def _backend_name(backend: str) -> str:
-    if backend != "auto":
-        return backend
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
-    enough = torch.cuda.is_available() and torch.cuda.device_count() >= ranks_here
-    return "cpu:gloo,cuda:nccl" if enough and dist.is_nccl_available() else "gloo"
 
 
 def _start(

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..collectives import get_local_rank, get_world_size
+from ..collectives import get_world_size
+from ..collectives.process.init import device_of_local_rank
 from ..registry import (
     MODEL_WRAPPERS,
     OPTIMIZERS,
@@ -45,7 +46,7 @@ def device_of_rank(run: RunSections) -> torch.device:
     """Return the device on which this rank trains."""
     if run.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", get_local_rank() % torch.cuda.device_count())
+    return device_of_local_rank()
 
 
 def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, Mesh | None]:

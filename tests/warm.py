@@ -22,7 +22,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
-import forked_ranks
+import forks
 
 
 class _Program(NamedTuple):
@@ -45,7 +45,7 @@ def ended(
     """
     environment = dict(os.environ if env is None else env)
     program = _Program([str(word) for word in words], str(cwd or Path.cwd()), environment)
-    at_start = forked_ranks.read_at_start
+    at_start = forks.read_at_start
     if at_start(environment) != at_start(os.environ):
         raise ValueError(f"{at_start(environment)} must be set at the start: use programs.ended")
     with (
@@ -83,10 +83,10 @@ class _Template:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.ranks, theirs_of_ranks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.forks, theirs_of_forks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         start = "import sys; sys.path.insert(0, sys.argv[1]); import warm; warm.serve()"
-        with theirs, theirs_of_ranks:
-            descriptors = [theirs.fileno(), theirs_of_ranks.fileno()]
+        with theirs, theirs_of_forks:
+            descriptors = [theirs.fileno(), theirs_of_forks.fileno()]
             self._process = subprocess.Popen(
                 [sys.executable, "-c", start, str(Path(__file__).parent), *map(str, descriptors)],
                 pass_fds=descriptors,
@@ -111,7 +111,7 @@ class _Template:
     def close(self) -> None:
         # Processes that pytest has forked meanwhile, such as workers of loaders, have copies of the
         # socket, so closing this one is not enough.
-        for connection in (self._socket, self.ranks):
+        for connection in (self._socket, self.forks):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
@@ -136,7 +136,15 @@ def _template() -> _Template:
 
 def fork_ranks() -> None:
     """Make launches of this process fork their ranks."""
-    forked_ranks.fork_ranks(lambda: _template().ranks)
+    forks.fork_ranks(_forker)
+
+
+def popen(*words: Any, **options: Any) -> subprocess.Popen[str]:
+    """Start `python WORDS` in the background, with the options of `subprocess.Popen`."""
+    return forks.popen(_forker, [str(word) for word in words], **options)
+
+
+_forker = forks.Forker(lambda: _template().forks)
 
 
 def shutdown() -> None:
@@ -153,9 +161,9 @@ def serve() -> None:
 
     Nothing here may start a thread.
     """
-    control, ranks = (socket.socket(fileno=int(word)) for word in sys.argv[2:])
+    control, forked = (socket.socket(fileno=int(word)) for word in sys.argv[2:])
     control.set_inheritable(False)
-    ranks.set_inheritable(False)
+    forked.set_inheritable(False)
     # The folders of this file and of the start: each program has its own.
     del sys.path[:2]
     # Whatever most programs and ranks import; torch._dynamo comes with DistributedDataParallel.
@@ -174,8 +182,8 @@ def serve() -> None:
     gc.freeze()
     if os.fork() == 0:
         control.close()
-        forked_ranks.serve(ranks)
-    ranks.close()
+        forks.serve(forked)
+    forked.close()
     while True:
         message, fds, _, _ = socket.recv_fds(control, 1 << 20, 3)
         if not message:
@@ -195,16 +203,7 @@ def _become(program: _Program, fds: list[int]) -> NoReturn:
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)
-    control = _fork_rank_template()
-    forked_ranks.fork_ranks(lambda: control)
-    forked_ranks.become_program(program.words, program.cwd, program.environment)
-
-
-def _fork_rank_template() -> socket.socket:
-    """Fork a process that forks ranks, and return the connection to it."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if os.fork() == 0:
-        ours.close()
-        forked_ranks.serve(theirs)
-    theirs.close()
-    return ours
+    # Forked before the program changes the state of this process.
+    control = forks.fork_template()
+    forks.fork_ranks(forks.Forker(lambda: control))
+    forks.become_program(program.words, program.cwd, program.environment)

@@ -97,12 +97,14 @@ def init_dist(
     _require(launcher, names + [n for n in ("RANK", "WORLD_SIZE") if n.lower() not in kwargs])
     if multiprocessing.get_start_method(allow_none=True) is None:
         multiprocessing.set_start_method("spawn")
-    name = backend or _default_backend()
-    if "nccl" in name or "cuda" in name:
-        torch.cuda.set_device(get_local_rank() % torch.cuda.device_count())
     if uses_master:
         kwargs.pop("init_method", None)
         kwargs |= meet_at_master(**{n: kwargs[n] for n in _STORE_OPTIONS if n in kwargs})
+        name = backend or choose_backend(kwargs["store"], kwargs["rank"], kwargs["world_size"])
+    else:
+        name = backend or _default_backend()
+    if "nccl" in name or "cuda" in name:
+        torch.cuda.set_device(device_of_local_rank())
     dist.init_process_group(name, **kwargs)
     delay_nccl()
 
@@ -147,6 +149,29 @@ def meet_at_master(
         else:
             store = TCPStore(host, port, is_master=rank == 0, **options)
     return {"store": store, "rank": rank, "world_size": size}
+
+
+def device_of_local_rank() -> torch.device:
+    """Return the CUDA device of this rank: its local rank's, or the only one that it sees."""
+    return torch.device("cuda", get_local_rank() % torch.cuda.device_count())
+
+
+def choose_backend(store: Store, rank: int, world_size: int) -> str:
+    """Return NCCL for CUDA tensors if each rank has a device of its own; otherwise gloo for all.
+
+    Every rank must call this with the same store. The ranks compare the identifiers of their
+    devices, because a rank may see only its own device (Slurm, MIG).
+    """
+    if not dist.is_nccl_available():
+        return "gloo"
+    identifier = ""
+    if torch.cuda.is_available():
+        identifier = str(torch.cuda.get_device_properties(device_of_local_rank()).uuid)
+    devices = PrefixStore("devices", store)
+    devices.set(str(rank), identifier)
+    identifiers = devices.multi_get([str(other) for other in range(world_size)])
+    are_distinct = len(set(identifiers)) == world_size and b"" not in identifiers
+    return "cpu:gloo,cuda:nccl" if are_distinct else "gloo"
 
 
 def agent_store(timeout: timedelta = default_pg_timeout) -> TCPStore | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import types
@@ -351,11 +352,17 @@ def _synchronize(device: Any = None) -> None:
     note_wait("synchronize")
 
 
+def _physical_index(index: int) -> str:
+    """Return the position of a device in the machine."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return visible.split(",")[index] if visible else str(index)
+
+
 def _properties(device: Any = None) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         name="Pretend",
         total_memory=_TOTAL_MEMORY,
-        uuid=f"GPU-{_index(device)}",
+        uuid=f"GPU-{_physical_index(_index(device))}",
         major=8,
         minor=0,
         multi_processor_count=1,

@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import warm
+from forks import TEMPLATE
 from torch import Tensor
 
 from stepwrap.collectives import get_rank, get_world_size
@@ -22,7 +23,6 @@ from stepwrap.loops import Hook, LoopState, find_checkpoint
 from stepwrap.registry import Config, load_config
 from stepwrap.runner.command.cli import main
 
-MARK = "STEPWRAP_TEST_MARK"
 # A run that is restarted starts six processes; a busy machine needs two minutes for them.
 TIMEOUT_S = 500.0
 
@@ -129,19 +129,16 @@ class Command:
     """`stepwrap ...` in a separate process, whose descendants can be found."""
 
     def __init__(self, *words: str | Path, cwd: Path) -> None:
-        self.mark = uuid.uuid4().hex
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "stepwrap.runner", *map(str, words)],
+        self.process = warm.popen(
+            *("-m", "stepwrap.runner", *words),
             cwd=cwd,
             # The temporary files of a killed process are removed with the test's folder.
-            env={**os.environ, MARK: self.mark, "TMPDIR": str(cwd)},
+            env={**os.environ, "TMPDIR": str(cwd)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             # A separate process group, so that Ctrl-C reaches every process in it like in a shell.
             start_new_session=True,
-            # A test runner in the background ignores SIGINT, and children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
         )
 
     def finish(self) -> tuple[int, str, str]:
@@ -170,26 +167,25 @@ class Command:
 
     def left_over(self) -> list[int]:
         """Return the processes of this command that are still running, including itself."""
-        pids = []
-        for entry in Path("/proc").iterdir():
-            try:
-                if (
-                    entry.name.isdecimal()
-                    and self.mark.encode() in (entry / "environ").read_bytes()
-                ):
-                    pids.append(int(entry.name))
-            except OSError:
-                continue
-        return pids
+        return list(self._names())
 
     def get_process(self, rank: int) -> int:
         """Return the process id of a started rank."""
-        launched = (pid for pid in self.left_over() if pid != self.process.pid)
-        return next(
-            pid
-            for pid in launched
-            if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        )
+        return next(pid for pid, name in self._names().items() if name == f"rank_{rank}")
+
+    def _names(self) -> dict[int, str]:
+        """Return the names of the processes in the session of this command, by process id."""
+        names = {}
+        for entry in Path("/proc").iterdir():
+            # "7 (name) S <parent> <group> <session> ..."
+            with contextlib.suppress(OSError):
+                stat = (entry / "stat").read_text() if entry.name.isdecimal() else ""
+                start, _, rest = stat.rpartition(") ")
+                state, _, _, session, *_ = rest.split() or [""] * 4
+                name = start.partition("(")[2]
+                if session == str(self.process.pid) and state not in "ZX" and name != TEMPLATE:
+                    names[int(entry.name)] = name
+        return names
 
     def wait_gone(self, limit_s: float = 60.0) -> list[int]:
         """Wait until none of its processes is left, and return those that still are."""

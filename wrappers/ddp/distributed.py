@@ -18,7 +18,7 @@ from ...collectives import comm_device
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import apply_sync_batchnorm
 from ..layout import unreduced
-from ..sharding.mesh import require_process_group
+from ..sharding.mesh import require_process_group, warn_of_gloo
 from ..steps.plain_models import prepare_steps
 from ..steps.step import ModelWrapper, reject_model_train_step
 from ..steps.step_checks import (
@@ -138,6 +138,8 @@ class StepDistributedDataParallel(ModelWrapper, FixedBuckets):
         devices = {parameter.device for parameter in module.parameters()}
         check_same_model(module, type(self).__name__, ddp_kwargs.get("process_group"))
         on_cuda = [device.type for device in devices] == ["cuda"]
+        if on_cuda:
+            warn_of_gloo(type(self).__name__, next(iter(devices)), ddp_kwargs.get("process_group"))
         ddp_kwargs.setdefault("device_ids", list(devices) if on_cuda else None)
         super().__init__(module=module, **_renamed(ddp_kwargs))
         prepare_steps(self, detect_anomalous_params)

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import apply_sync_batchnorm
-from ..sharding.mesh import require_process_group
+from ..sharding.mesh import require_process_group, warn_of_gloo
 from ..steps.plain_models import prepare_steps
 from ..steps.preprocess import get_device
 from ..steps.step import ModelWrapper
@@ -86,6 +86,7 @@ class SeparateDistributedDataParallel(ModelWrapper, nn.Module):
         ddp_kwargs["broadcast_buffers"] = broadcast_buffers
         ddp_kwargs["find_unused_parameters"] = find_unused_parameters
         device = get_device(module)
+        warn_of_gloo(type(self).__name__, device, group)
         # Also watches frozen children, which get no wrapper.
         thawed = ThawWatch(type(self).__name__, module, (), group)
         # Keyed by child, because a child may have several names.

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import apply_sync_batchnorm
 from ..blocks import BlockSpec
-from ..sharding.mesh import Mesh, agree
+from ..sharding.mesh import Mesh, agree, warn_of_gloo
 from ..sharding.meta_init import materialise
 from ..steps.plain_models import prepare_steps
 from ..steps.preprocess import DataPreprocessor
@@ -155,6 +155,7 @@ class StepFullyShardedDataParallel(ModelWrapper, nn.Module):
         self._is_watched = True
         options = _read(module, given, detect_anomalous_params)
         meshes = sharding_mesh(options, module)
+        warn_of_gloo(type(self).__name__, meshes.device)
         self.data_group = meshes.data_group
         self.collective_eval = True
         apply_sync_batchnorm(module, sync_batchnorm, self.data_group)

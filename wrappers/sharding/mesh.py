@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,6 +27,8 @@ from ...collectives import (
 from ...collectives.process.timeouts import inherit_timeout
 from ...registry import did_you_mean
 from ..layout import routes
+
+logger = logging.getLogger(__name__)
 
 # From the outermost to the innermost; so the ranks of a tensor group are consecutive.
 AXES = ("data", "replicate", "shard", "tensor")
@@ -220,6 +224,18 @@ def _gather(value: Any, mesh: DeviceMesh | None) -> list[Any]:
     for group, _ in routes(mesh):
         by_rank = dict(ChainMap(*all_gather_object(by_rank, group)))
     return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def warn_of_gloo(kind: str, device: torch.device, group: ProcessGroup | None = None) -> None:
+    """Warn on the first rank if a model on a CUDA device communicates through host memory."""
+    if device.type != "cuda" or get_rank() or get_world_size() == 1:
+        return
+    if "nccl" not in distributed.get_backend_config(group):
+        logger.warning(
+            "%s communicates through gloo, which copies from and to %s: start at most one process "
+            "for each CUDA device (visible here: %d, processes: %d) with the backend auto or nccl",
+            *(kind, device, torch.cuda.device_count(), get_world_size()),
+        )
 
 
 def require_process_group(kind: str, remedy: str) -> None:
