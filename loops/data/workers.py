@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import multiprocessing
 import os
 import signal
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from io import IOBase
-from multiprocessing import resource_tracker, util
+from multiprocessing import Process, resource_tracker, util
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import FrameType
@@ -28,6 +30,7 @@ from . import fork_server
 # The attributes in which torch's and our wrappers keep a data set or a collator.
 _WRAPPED = ("dataset", "samples", "collate")
 _MAX_DEPTH = 8
+_counter = itertools.count()
 
 
 def iterate(loader: Iterable[Any]) -> Iterator[Any]:
@@ -40,6 +43,9 @@ def iterate(loader: Iterable[Any]) -> Iterator[Any]:
     if not getattr(loader, "num_workers", 0) or not hasattr(loader, "worker_init_fn"):
         return iter(loader)
     workers: Any = loader
+    if getattr(workers, "_iterator", None) is not None:
+        # Persistent workers are running already.
+        return iter(loader)
     start = workers.worker_init_fn
     context: Any = getattr(workers, "multiprocessing_context", None) or multiprocessing
     method = context.get_start_method()
@@ -48,19 +54,50 @@ def iterate(loader: Iterable[Any]) -> Iterator[Any]:
         resource_tracker.ensure_running()
     elif method == "forkserver":
         fork_server.preload_this_module()
-    if not (isinstance(start, WorkerStart) and start.parent == os.getpid()):
-        workers.worker_init_fn = WorkerStart(getattr(start, "user_start", start))
+    marker, remove_marker = _create_marker(f"reading_{os.getpid()}_{next(_counter)}")
+    workers.worker_init_fn = WorkerStart(getattr(start, "user_start", start), marker)
     # Block nothing for a fork server: it would pass the mask on to every process it starts later.
     blocking = nullcontext() if method == "forkserver" else blocking_signals()
     try:
         with blocking:
-            return iter(loader)
+            iterator = iter(loader)
     except Exception as error:
+        remove_marker()
         if method != "fork" and (text := _explain_unpicklable(workers, method)):
             raise TypeError(text) from error
         raise
     finally:
         workers.worker_init_fn = start
+    if hasattr(iterator, "_workers"):
+        owner = os.getpid()
+        freed = weakref.finalize(iterator, _end_workers, iterator._workers, remove_marker, owner)
+        freed.atexit = False
+    return iterator
+
+
+def _create_marker(name: str) -> tuple[Path, util.Finalize]:
+    """Create a file that exists until the returned finalizer is called or this process exits.
+
+    It is in the temporary folder of multiprocessing, which this process removes at its exit.
+    """
+    marker = Path(util.get_temp_dir(), name)
+    marker.touch()
+    # Finalizers with a priority run before multiprocessing ends the workers.
+    return marker, util.Finalize(None, marker.unlink, (True,), exitpriority=1000)
+
+
+def _end_workers(processes: Iterable[Process], remove_marker: util.Finalize, owner: int) -> None:
+    """End workers whose iterator is freed.
+
+    If the iterator and its queues are freed as parts of a cycle, torch cannot ask the workers to
+    end, and waits 10 seconds for them. A forked process frees its copy of the iterator, too.
+    """
+    if os.getpid() != owner:
+        return
+    remove_marker()
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
 
 
 def _explain_unpicklable(loader: Any, method: str) -> str:
@@ -115,21 +152,23 @@ def _find_unpicklable(value: Any, path: str, depth: int = _MAX_DEPTH) -> tuple[s
 class WorkerStart:
     """Prepare a worker process, then call the user's ``worker_init_fn``.
 
-    A worker ignores stop signals, except for SIGTERM when its parent process exits:
-    multiprocessing then ends the workers by SIGTERM and waits for them. A worker also ends when
-    its parent process has died.
+    A worker ignores stop signals, except for SIGTERM when ``marker`` no longer exists: when its
+    iterator is freed, or when its parent process exits, in which multiprocessing ends the workers
+    by SIGTERM and waits for them. A worker also ends when its parent process has died.
+
+    Args:
+        user_start: the user's function, or None.
+        marker: a file of this process; by default one that exists until the process exits.
     """
 
-    def __init__(self, user_start: Callable[[int], None] | None) -> None:
+    def __init__(
+        self, user_start: Callable[[int], None] | None, marker: Path | None = None
+    ) -> None:
         self.user_start = user_start
         self.parent = os.getpid()
-        # A marker file that exists while the parent runs. It is in the temporary folder of
-        # multiprocessing, which this process removes at its exit.
-        self.running_marker = Path(util.get_temp_dir(), f"reading_{self.parent}")
-        if not self.running_marker.exists():
-            self.running_marker.touch()
-            # Finalizers with a priority run before multiprocessing ends the workers.
-            util.Finalize(None, self.running_marker.unlink, (True,), exitpriority=1000)
+        self.marker = marker or Path(util.get_temp_dir(), f"reading_{self.parent}")
+        if not self.marker.exists():
+            _create_marker(self.marker.name)
 
     def __call__(self, worker: int) -> None:
         # SIG_IGN would be inherited by programs that the worker starts.
@@ -146,7 +185,7 @@ class WorkerStart:
             self.user_start(worker)
 
     def _ignore(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and not self.running_marker.exists():
+        if number == signal.SIGTERM and not self.marker.exists():
             os._exit(0)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +73,20 @@ def test_an_error_of_a_worker_names_its_batch() -> None:
         "while reading batch 3 of epoch 1 from Broken at " in note
         for note in caught.value.__notes__  # type: ignore[attr-defined]
     )
+
+
+def test_the_workers_of_a_failed_pass_end_with_their_iterator() -> None:
+    """Iterator and queues are freed as parts of a cycle, which the traceback closes."""
+
+    def fail() -> None:
+        loader = build_loader(Broken(), batch_size=2, train=True, num_workers=2)
+        with pytest.raises(ValueError, match="sample 5 is broken"):
+            EpochTrainLoop(loader, max_epochs=1).run(make_state(), HookList())
+
+    before = set(multiprocessing.active_children())
+    fail()
+    gc.collect()
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_a_loader_in_memory_is_read_one_batch_ahead() -> None:
