@@ -132,7 +132,7 @@ def build_parts(
     Raises:
         BuildError: some parts cannot be built; it lists all of them.
     """
-    _make_repeatable(run)
+    _set_up_torch(run)
     if "train" not in only:
         # An evaluation loads a checkpoint, which replaces the weights of `load_from`.
         run = run.without_loaded()
@@ -204,8 +204,12 @@ def example_batch(run: RunSections, sets: Iterable[str] = ("test", "val", "train
     raise ValueError(f"data.{name} has no batches")
 
 
-def _make_repeatable(run: RunSections) -> None:
+def _set_up_torch(run: RunSections) -> None:
     seed_rng(run.seed)
+    if run.matmul_precision is not None:
+        torch.set_float32_matmul_precision(run.matmul_precision)
+    if run.cudnn_benchmark is not None:
+        torch.backends.cudnn.benchmark = run.cudnn_benchmark
     if run.deterministic:
         # cuBLAS reads this variable when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

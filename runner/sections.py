@@ -70,6 +70,9 @@ def _misfits(run: RunSections, ranks: int, faulty: frozenset[str]) -> Iterator[P
     if "nccl" in run.launch.backend and not torch.cuda.is_available():
         message = "is nccl, but torch finds no CUDA device on this machine; use gloo or auto"
         yield Problem("launch.backend", message)
+    if run.deterministic and run.cudnn_benchmark:
+        message = "cannot be combined with deterministic: algorithms are chosen by their speed"
+        yield Problem("cudnn_benchmark", message)
     yield from _remote_paths(run)
     if not faulty & _LAYOUT:
         yield from layout_problems(run, ranks)

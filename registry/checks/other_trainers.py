@@ -74,6 +74,8 @@ _NAMES = {
     "launch.nproc": "devices gpus num_gpus n_gpu n_gpus num_processes world_size gpu_ids"
     " nproc_per_node",
     "launch": "env_cfg dist_cfg",
+    "matmul_precision": "tf32 allow_tf32 float32_matmul_precision",
+    "cudnn_benchmark": "benchmark",
     "limit_batches": "limit_train_batches limit_val_batches limit_test_batches max_batches",
     "overfit": "overfit_batches",
     "stepwrap train --dry-run": "fast_dev_run dry_run",

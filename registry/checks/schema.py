@@ -285,6 +285,10 @@ class RunSections:
         import_from: folders that are searched last for modules that the config names.
         seed: of the weights, the order of the data, and all random numbers.
         deterministic: whether only deterministic algorithms are used.
+        cudnn_benchmark: whether cuDNN times its algorithms for each new shape, and uses the
+            fastest; null keeps torch's setting.
+        matmul_precision: of float32 matrix products on CUDA devices; "high" and "medium" round
+            their inputs (TF32, bfloat16) and are faster; null keeps torch's setting.
         device: "auto" selects CUDA devices if there are any.
         run_dir: the folder of the results; default: ``runs/${name}``.
         tensor_parallel: layers that are split over ranks.
@@ -323,6 +327,8 @@ class RunSections:
     import_from: list[str] = field(default_factory=list)
     seed: int = field(default=0, metadata={"minimum": 0})
     deterministic: bool = False
+    cudnn_benchmark: bool | None = None
+    matmul_precision: Literal["highest", "high", "medium"] | None = None
     trace_collectives: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     run_dir: str = ""

@@ -486,7 +486,7 @@ _MAPPING = (
         Row("diff_rank_seed"),
     )),
     Row("env_cfg", "", convert_by_rows(
-        *note_unless(_SPEED, cudnn_benchmark=False),
+        Row("cudnn_benchmark", "cudnn_benchmark", same=(False,)),
         Row("mp_cfg", "", convert_by_rows(
             *note_unless(_SPEED, mp_start_method="fork", opencv_num_threads=0),
         )),

@@ -255,7 +255,6 @@ CHANGES = """\
 HARMLESS = """\
 15: default_hooks.visualization: DetVisualizationHook is dropped
 23: visualizer.vis_backends.0: WandbVisBackend is dropped: it only writes records
-26: env_cfg.cudnn_benchmark: is dropped
 27: speed: is dropped: mmengine's Runner ignores it
 28: env_cfg.mp_cfg.mp_start_method: is dropped
 29: log_processor.custom_cfg: is dropped

@@ -382,6 +382,24 @@ def test_deterministic_switches_torch(run: Path, monkeypatch: pytest.MonkeyPatch
         torch.backends.cudnn.benchmark = before
 
 
+def test_settings_of_speed_reach_torch(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    before = torch.get_float32_matmul_precision()
+    speed = ["cudnn_benchmark=true", "matmul_precision=high"]
+    try:
+        Runner.from_config(load_config("points.yaml", [*QUIET, *speed]))
+        assert torch.backends.cudnn.benchmark
+        assert torch.get_float32_matmul_precision() == "high"
+        # Without the settings nothing changes.
+        Runner.from_config(load_config("points.yaml", QUIET))
+        assert torch.backends.cudnn.benchmark
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    with pytest.raises(ConfigError, match="cudnn_benchmark: .*deterministic"):
+        Runner.from_config(load_config("points.yaml", [*QUIET, *speed, "deterministic=true"]))
+
+
 def train_points(folder: Path, run_dir: str, epochs: int, resume: bool) -> dict[str, Tensor]:
     changes = (f"run_dir={folder / run_dir}", f"train.max_epochs={epochs}")
     runner = Runner.from_config(points_config(folder, *changes))
