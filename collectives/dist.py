@@ -19,13 +19,12 @@ from .objects.agree import results_of_all
 from .objects.objects import sync_random_seed
 from .objects.results import collect_results, collect_results_cpu, collect_results_gpu
 from .process import ranks
-from .process.init import infer_launcher, init_dist
+from .process.init import infer_launcher, inherit_timeout, init_dist
 from .process.ranks import comm_device as get_comm_device
 from .process.ranks import distributed_available as is_distributed
 from .process.ranks import get_rank, get_world_size, live_world_size, members, place_in_group
 from .process.ranks import rank_zero_only as master_only
 from .process.slurm import slurm_tasks, tasks_here
-from .process.timeouts import inherit_timeout
 from .tensors.dicts import all_reduce_dict_in_place as all_reduce_dict
 from .tensors.dicts import all_reduce_params
 from .tensors.tensors import all_gather, all_reduce, broadcast, gather, synchronize

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from copy import copy
+from copy import copy, deepcopy
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
@@ -226,8 +226,8 @@ class _EvalLoop(Evaluation):
     def try_batch(self, state: LoopState) -> None:
         """Run the first batch, to find mistakes before training; every rank must call this.
 
-        Random streams, buffers and the modules' plain attributes are restored afterwards. Metrics
-        and loader are not changed, and no hook is called. Nothing is run if that cannot be
+        Random streams, buffers and the modules' plain attributes are restored afterwards. Metrics,
+        loader and data are not changed, and no hook is called. Nothing is run if that cannot be
         guaranteed: with lazy parameters, an overridden ``evaluate``, or a loader that is neither a
         sequence nor a plain DataLoader of a map-style data set.
         """
@@ -240,7 +240,9 @@ class _EvalLoop(Evaluation):
         trial, device = copy(self), get_device(state.model)
         group = model_features(state.model).data_group
         trial._share = Share(per_rank=True)
-        trial.dataloader, trial.metrics = batches, evaluation.empty_copies(self.metrics)
+        # The step may change the batch in place, which may be a part of the data set.
+        trial.dataloader = map(_copy_if_possible, batches)
+        trial.metrics = evaluation.empty_copies(self.metrics)
         trial._polled_batches = 0.0
         failure: Exception | None = None
         count: int | None = 0
@@ -408,6 +410,13 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in flags:
             module.training = training
+
+
+def _copy_if_possible(batch: Any) -> Any:
+    try:
+        return deepcopy(batch)
+    except Exception:  # noqa: BLE001 - objects may refuse to be copied in any way
+        return batch
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..collectives import mean_scalars
+from ..collectives import get_world_size, mean_scalars
 
 # Used as the update number of values that were restored from a checkpoint.
 _RESTORED = -1
@@ -170,15 +170,19 @@ def mean_logs(states: Sequence[Mapping[str, Any]], rank_ratio: float) -> dict[st
     return {"sums": means, "values": {}}
 
 
-def merged_means(scalars: Mapping[str, Any], weighted: LogBuffer | None) -> dict[str, float]:
+def merged_means(
+    scalars: Mapping[str, Any], sums: Mapping[str, tuple[Tensor, float | Tensor]]
+) -> dict[str, float]:
     """Return the means over the ranks; every rank must call this.
 
     Args:
         scalars: values of this rank; all ranks count equally.
-        weighted: logs of this rank that count by their weights, or None. They replace scalars of
-            the same name.
+        sums: sums of this rank, and their counts or weights. Their means replace scalars of the
+            same name.
     """
-    sums = {} if weighted is None else weighted.sums()
+    if get_world_size() == 1:
+        # The scalars are the means of these sums already.
+        sums = {}
     # The NUL keeps these keys apart from the names of logs, such as "loss weight".
     weights = {f"{name}\0weight": count for name, (_, count) in sums.items()}
     totals = {name: total for name, (total, _) in sums.items()}

@@ -185,10 +185,14 @@ class _TrainLoop:
 
     def _record(self, state: LoopState, hooks: HookList) -> None:
         """Emit a log record with the means since the last one; every rank must call this."""
-        scalars: Scalars = {**state.logs.means(), **pop_empty_updates(state.optim_wrapper)}
+        sums = state.logs.sums()
+        means = {name: total / count for name, (total, count) in sums.items()}
+        scalars: Scalars = {**means, **pop_empty_updates(state.optim_wrapper)}
         hooks.emit("collect_logs", state, scalars)
-        weighted = state.logs if is_weighted(state.optim_wrapper) else None
-        hooks.emit("on_log", state, merged_means(scalars, weighted))
+        if not is_weighted(state.optim_wrapper):
+            # A hook may have replaced a value.
+            sums = {name: sums[name] for name in sums if scalars.get(name) is means[name]}
+        hooks.emit("on_log", state, merged_means(scalars, sums))
 
     def _record_rest(self, state: LoopState, hooks: HookList) -> None:
         """Emit the final log record, at the end of training or before its last validation.

@@ -56,7 +56,10 @@ T = TypeVar("T")
 # Settings that may differ when a run is resumed.
 _LAUNCH_SETTINGS = ("run_dir", "resume", "launch", "import_from")
 # Settings of optimizers and schedules that are not part of their state.
-_NOT_IN_STATE = ("type", "fused", "foreach", "capturable", "differentiable", "by", "metric")
+_NOT_IN_STATE = (
+    *("type", "fused", "foreach", "capturable", "differentiable", "by", "metric"),
+    *("lr_lambda", "period", "warmup_steps"),
+)
 
 
 @dataclass(frozen=True)
@@ -379,12 +382,22 @@ def _log_changes(config: Config, run: RunSections, folder: Path) -> None:
 def _effect(key: str, run: RunSections) -> str:
     components = key.split(".")
     if components[0] in ("optimizer", "schedulers") and components[-1] not in _NOT_IN_STATE:
-        return " (no effect: the state in the checkpoint is used)"
+        starts_later = components[-1] not in ("after", "until") and _starts_later(components, run)
+        condition = " if the schedule has begun" if starts_later else ""
+        return f" (no effect{condition}: the state in the checkpoint is used)"
     if components[0] == "load_from" and run.adapter is None:
         return " (no effect: a resumed run does not load it)"
     if key == "data.train.batch_size":
         return " (limits a rank's micro-batch only; each update keeps its number of samples)"
     return ""
+
+
+def _starts_later(components: list[str], run: RunSections) -> bool:
+    """Return whether a setting belongs to a schedule whose range starts after the first step."""
+    if components[0] != "schedulers" or not components[1].isdigit():
+        return False
+    index = int(components[1])
+    return index < len(run.schedulers) and run.schedulers[index].after > 0
 
 
 def _flat(settings: Any) -> dict[str, Any]:

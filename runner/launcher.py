@@ -37,9 +37,8 @@ from ..collectives import (
     meet_at_master,
     synchronize,
 )
-from ..collectives.process.init import choose_backend, device_of_local_rank
+from ..collectives.process.init import choose_backend, delay_nccl, device_of_local_rank
 from ..collectives.process.slurm import slurm_tasks
-from ..collectives.process.timeouts import delay_nccl
 from ..loops.display.notebook import DISPLAY_DIR, is_in_notebook, show_displays
 from ..parallel import free_memory
 from ..primitives.stop_signals import blocking_signals, unblock_signals

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from ..errors import Group
 from ..objects import objects
 from ..objects.agree import results_of_all
+from ..process.init import delay_nccl
 from ..process.ranks import distributed_available, members
-from ..process.timeouts import delay_nccl
 from ..tensors.tensors import start_barrier, synchronize
 from ..trace.calling import calling
 from . import operations

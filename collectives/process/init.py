@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
@@ -21,7 +21,6 @@ from torch.distributed.constants import default_pg_timeout
 
 from .ranks import get_local_rank
 from .slurm import adopt_slurm, slurm_tasks
-from .timeouts import delay_nccl
 
 _MPI_VARIABLES: Final = {
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -30,6 +29,9 @@ _MPI_VARIABLES: Final = {
     "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }
 _DEFAULT_PORT: Final = "29500"
+# NCCL ends the process at its timeout. Later than other transports, so that an error of theirs,
+# which names the missing rank, comes first.
+_NCCL_DELAY: Final = timedelta(seconds=60)
 _STORE_OPTIONS: Final = ("rank", "world_size", "timeout")
 # Private functions of torch that clear DTensor's caches. These caches hold meshes, which hold
 # groups. Other versions of torch may lack some of the functions.
@@ -307,3 +309,35 @@ def _default_backend() -> str:
     # Uses only settings that are the same on all ranks of a host.
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return "cpu:gloo,cuda:nccl" if local_ranks <= torch.cuda.device_count() else "gloo"
+
+
+# Timeouts, by names of torch without documentation: it has no public way to read one.
+
+
+def delay_nccl(group: dist.ProcessGroup | None = None) -> None:
+    """Let NCCL time out a minute after the other transports of ``group`` (default: all ranks)."""
+    for backend in _backends(group or dist.group.WORLD):
+        if backend.name() == "nccl":
+            backend._set_default_timeout(backend.options._timeout + _NCCL_DELAY)
+
+
+def inherit_timeout(group: Any) -> None:
+    """Give ``group`` the timeouts of the group of all ranks, which torch does not.
+
+    Nothing is done on ranks outside of ``group``.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        return
+    timeouts = {backend.name(): backend.options._timeout for backend in _backends(dist.group.WORLD)}
+    for backend in _backends(group):
+        if backend.name() in timeouts:
+            backend._set_default_timeout(timeouts[backend.name()])
+
+
+def _backends(group: Any) -> Iterator[Any]:
+    """Yield the backends of a group that have a timeout."""
+    for kind in ("cpu", "cuda"):
+        if torch.device(kind) in group._device_types:
+            backend = group._get_backend(torch.device(kind))
+            if hasattr(backend, "options") and hasattr(backend, "_set_default_timeout"):
+                yield backend

@@ -29,7 +29,7 @@ from .loaders import (
     warn_of_repetitions,
 )
 from .sampler import find_sampler
-from .workers import iterate
+from .workers import RankSeed, iterate
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,11 @@ class Share:
         if isinstance(loader, Sequence):
             return SharedBatches(loader, **options)
         sampler = SharedBatchSampler(loader.batch_sampler, seed=seed, **options)
-        return copy_with_batches(loader, sampler)
+        share = copy_with_batches(loader, sampler)
+        if loader.generator is not None:
+            # torch draws the seed of the workers from it, which would be the same on all ranks.
+            share.worker_init_fn = RankSeed(loader.worker_init_fn, get_rank(self._group))
+        return share
 
     def _rounds(self, iterator: Iterator[Any]) -> Iterator[Any]:
         # A round is read as a whole, so that all ranks have the same position in the data.

@@ -19,12 +19,13 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from ...primitives.notes import add_note
 from ...primitives.parent_watch import end_after
 from ...primitives.stop_signals import STOP_SIGNALS, blocking_signals
 from ..error_notes import describe_samples, get_name, unwrapped
+from ..rng import mix_seed, seed_rng
 from . import fork_server
 
 # The attributes in which torch's and our wrappers keep a data set or a collator.
@@ -187,6 +188,26 @@ class WorkerStart:
     def _ignore(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTERM and not self.marker.exists():
             os._exit(0)
+
+
+class RankSeed:
+    """Seed a worker differently on each rank, then call the user's ``worker_init_fn``.
+
+    Rank 0 keeps torch's seed, so that its samples are those of a run in one process.
+    """
+
+    def __init__(self, inner: Callable[[int], None] | None, rank: int) -> None:
+        self.inner, self.rank = inner, rank
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        if self.rank and info is not None:
+            seed = mix_seed(info.seed, self.rank)
+            # Its own `__setattr__` refuses changes by users.
+            object.__setattr__(info, "seed", seed)
+            seed_rng(seed)
+        if self.inner is not None:
+            self.inner(worker)
 
 
 class WorkerCollate:

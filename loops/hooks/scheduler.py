@@ -25,10 +25,11 @@ from torch.optim.lr_scheduler import (
 
 from ...collectives import get_rank
 from ...registry import HOOKS, PARAM_SCHEDULERS
+from ...wrappers.features import optim_features
 from ...wrappers.optimizers.param_groups import DEFAULT_GROUP
 from ..hook import Hook, Scalars
 from ..metrics.evaluation import WatchedMetric
-from ..schedule import positive
+from ..schedule import get_members, get_window, positive
 from ..state import LoopState, Phase
 
 logger = logging.getLogger(__name__)
@@ -140,13 +141,16 @@ class ScheduleWindow:
             self._inner = self._start()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count, and the state of the scheduler if it has been created."""
+        """Return the range, the count, and the state of the scheduler if it has been created."""
         inner = None if self._inner is None else self._inner.state_dict()
-        return {"count": self._count, "scheduler": inner}
+        span = {"after": self.after, "until": self.until}
+        return {"count": self._count, "scheduler": inner, **span}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the count and the scheduler; the optimizer restores the rates."""
+        """Restore the range, the count and the scheduler; the optimizer restores the rates."""
         self._count = state["count"]
+        # Earlier releases did not save the range.
+        self.after, self.until = state.get("after", self.after), state.get("until", self.until)
         self._inner = None
         if state["scheduler"] is not None:
             self._inner = self._make_scheduler()
@@ -260,9 +264,10 @@ class SchedulerHook(Hook):
     update.
 
     Args:
-        schedulers: (scheduler, unit) pairs. The unit is "step" (stepped after each update), "batch"
-            (after each batch, also within an accumulation window) or "epoch" (after each pass over
-            the data). ``ReduceLROnPlateau`` is always stepped at the end of each validation.
+        schedulers: (scheduler, unit) pairs. The unit is "step" (stepped after each batch in which
+            its optimizer was updated), "batch" (after each batch, also within an accumulation
+            window) or "epoch" (after each pass over the data). ``ReduceLROnPlateau`` is always
+            stepped at the end of each validation.
         metric: the validation metric for ``ReduceLROnPlateau``. A warning is logged if the
             scheduler's ``mode`` contradicts the metric's direction.
         optimizers: if there are several optimizers, all of them, also those without a scheduler.
@@ -301,6 +306,11 @@ class SchedulerHook(Hook):
         self._batch_rates: dict[str, float | Tensor] = {}
         self._update_rates: dict[str, float | Tensor] = {}
         self._epochs: int | None = None
+        # By the id of each of several optimizers: its micro-batches at the last update.
+        self._counts: dict[int, int] = {}
+        # Batches per update, now and in the checkpoint; None if no scheduler counts batches.
+        self._window: int | None = None
+        self._saved_window: int | None = None
 
     def ignores(self) -> Collection[str]:
         """Ignore ``on_batch_end`` unless a scheduler is stepped by batch."""
@@ -309,6 +319,9 @@ class SchedulerHook(Hook):
     def misfits(self, state: LoopState) -> Iterator[Misfit]:
         """Yield the schedules whose lengths do not fit the run, as far as its length is known."""
         totals = {"batch": state.max_iterations, "step": state.max_steps, "epoch": state.max_epochs}
+        if get_window(state.optim_wrapper) is None:
+            # The optimizers of a group are updated differently often.
+            totals["step"] = None
         for index, (scheduler, by) in enumerate(zip(self._schedulers, self._units, strict=True)):
             total = totals[by]
             if total is None:
@@ -321,7 +334,10 @@ class SchedulerHook(Hook):
                     yield Misfit(index, f"{name} counts {units}: {text}", distorts)
 
     def on_train_start(self, state: LoopState) -> None:
+        self._check_window(state)
         self._update_rates = {}
+        self._counts = {}
+        self._find_updated(state)
         for misfit in self.misfits(state):
             if misfit.distorts and get_rank() == 0:
                 logger.warning("%s", misfit.text)
@@ -332,6 +348,7 @@ class SchedulerHook(Hook):
         self._finish_epochs(state.epoch)
 
     def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
+        self._window = get_window(state.optim_wrapper)
         self._batch_rates = self._rates()
         _step(self._timed["batch"])
 
@@ -340,7 +357,34 @@ class SchedulerHook(Hook):
             self._update_rates = self._batch_rates
         elif self._timed["step"]:
             self._update_rates = self._rates()
-        _step(self._timed["step"])
+        updated = self._find_updated(state)
+        schedulers = self._timed["step"]
+        _step(schedulers if updated is None else [s for s in schedulers if s.optimizer in updated])
+
+    def _find_updated(self, state: LoopState) -> list[Optimizer] | None:
+        """Return which of several optimizers were updated since the last call; None for one."""
+        members = get_members(state.optim_wrapper)
+        if len(members) < 2:
+            return None
+        updated = []
+        for member in members:
+            count = int(optim_features(member).inner_count)
+            last_end = optim_features(member).window_start(count)
+            if last_end > self._counts.get(id(member), count):
+                updated.append(member.optimizer)
+            self._counts[id(member)] = count
+        return updated
+
+    def _check_window(self, state: LoopState) -> None:
+        """Raise ValueError if a schedule counts batches and a resumed run has other batches."""
+        saved, window = self._saved_window, get_window(state.optim_wrapper)
+        self._saved_window = None
+        if saved is not None and saved != window:
+            raise ValueError(
+                f"a schedule counts batches (by: batch), of which an update had {saved} when the "
+                f"checkpoint was saved and has {window} now, so its rates would change at another "
+                "speed: resume with the same number of processes, or use by: step from the start"
+            )
 
     def on_eval_start(self, state: LoopState) -> None:
         # The validation after a pass comes before its save point, and may step a plateau scheduler.
@@ -376,10 +420,15 @@ class SchedulerHook(Hook):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each scheduler, and the number of epochs stepped so far."""
         states = [scheduler.state_dict() for scheduler in self._schedulers]
-        return {"schedulers": states, "epochs": self._epochs, "labels": self._labels()}
+        state = {"schedulers": states, "epochs": self._epochs, "labels": self._labels()}
+        return {**state, "kinds": self._kinds(), "window": self._window}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Restore the schedulers' states; ValueError if the number of schedulers differs."""
+        """Restore the schedulers' states.
+
+        Raises:
+            ValueError: the number of schedulers or their classes differ.
+        """
         saved: Sequence[Mapping[str, Any]] = state["schedulers"]
         if len(saved) != len(self._schedulers):
             raise ValueError(
@@ -387,19 +436,41 @@ class SchedulerHook(Hook):
                 f"{len(saved)} schedulers, got {len(self._schedulers)}"
             )
         now, labels = self._labels(), list(state.get("labels", ()))
+        kinds = list(state.get("kinds", self._kinds()))
+        self._saved_window = state.get("window")
         if len(set(labels)) == len(labels) and set(labels) == set(now):
             # The order in the settings may have changed.
-            saved = [saved[labels.index(label)] for label in now]
+            order = [labels.index(label) for label in now]
+            saved = [saved[position] for position in order]
+            kinds = [kinds[position] for position in order]
+        for index, (kind, saved_kind) in enumerate(zip(self._kinds(), kinds, strict=True)):
+            if kind != saved_kind:
+                raise ValueError(
+                    f"schedulers[{index}] is a {kind}, but the checkpoint has the state of a "
+                    f"{saved_kind} there: keep the schedule, or start a new run from the weights "
+                    "with load_from"
+                )
         for scheduler, part in zip(self._schedulers, saved, strict=True):
             _load(scheduler, part)
         self._epochs = state["epochs"]
 
+    def _kinds(self) -> list[str]:
+        return [
+            type(
+                scheduler.scheduler if isinstance(scheduler, ScheduleWindow) else scheduler
+            ).__name__
+            for scheduler in self._schedulers
+        ]
+
     def _labels(self) -> list[str]:
-        """Return the classes of the schedulers, with the names of their optimizers."""
+        """Describe the schedulers: class, range, unit, and the name of the optimizer."""
         names = {id(optimizer): name for name, optimizer in self._optimizers.items()}
         return [
-            f"{type(scheduler).__name__} {names.get(id(scheduler.optimizer), '')}".strip()
-            for scheduler in self._schedulers
+            f"{kind} {getattr(scheduler, 'after', 0)} {getattr(scheduler, 'until', None)} {by} "
+            f"{names.get(id(scheduler.optimizer), '')}".strip()
+            for kind, scheduler, by in zip(
+                self._kinds(), self._schedulers, self._units, strict=True
+            )
         ]
 
     def _finish_epochs(self, finished: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,11 @@ import torch
 from hook_runs import loader, new_state, train
 from hook_runs import rates as get_rates
 from listeners import stop_at
+from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
+    ExponentialLR,
     LinearLR,
     LRScheduler,
     ReduceLROnPlateau,
@@ -21,13 +23,25 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from stepwrap.loops import CheckpointHook, GradNormHook, SchedulerHook
+from stepwrap.loops import (
+    CheckpointHook,
+    EpochTrainLoop,
+    GradNormHook,
+    SchedulerHook,
+    ScheduleWindow,
+)
 from stepwrap.loops.checkpoints.checkpoint import list_checkpoints
 from stepwrap.loops.checkpoints.restore import load_checkpoint
 from stepwrap.loops.hook import Hook, HookList
 from stepwrap.loops.state import LoopState
 from stepwrap.loops.train import IterTrainLoop
-from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper
+from stepwrap.wrappers import (
+    AmpOptimWrapper,
+    BaseModel,
+    OptimWrapper,
+    OptimWrapperDict,
+    SingleDevice,
+)
 
 
 class RatesHook(Hook):
@@ -194,6 +208,82 @@ def test_another_number_of_schedulers_is_refused() -> None:
     hook = SchedulerHook([(StepLR(optimizer, 1), "step")])
     with pytest.raises(ValueError, match="which has 1 schedulers, got 0"):
         SchedulerHook([]).load_state_dict(hook.state_dict())
+
+
+class _Pair(BaseModel):
+    """Two layers, each with an optimizer; the second one is used in some batches only."""
+
+    def __init__(self, every: int = 1) -> None:
+        super().__init__()
+        self.a, self.b, self.every, self.batches = nn.Linear(2, 1), nn.Linear(2, 1), every, 0
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, torch.Tensor]:
+        self.batches += 1
+        names = "ab" if self.batches % self.every == 0 else "a"
+        for name in names:
+            with optim_wrapper[name].optim_context(self):
+                loss = getattr(self, name)(data[0]).square().mean()
+            optim_wrapper[name].update_params(loss)
+        return {"loss": loss.detach()}
+
+
+@pytest.mark.parametrize(("window", "every"), [(4, 1), (1, 4), (2, 2), (1, 1)])
+def test_a_schedule_counts_the_updates_of_its_optimizer(window: int, every: int) -> None:
+    model = _Pair(every)
+    a, b = (SGD(layer.parameters(), lr=1.0) for layer in (model.a, model.b))
+    optim_wrapper = OptimWrapperDict(
+        a=OptimWrapper(a), b=OptimWrapper(b, accumulative_counts=window)
+    )
+    state = LoopState(model=SingleDevice(model), optim_wrapper=optim_wrapper)
+    hook = SchedulerHook([(StepLR(optimizer, 1, 0.5), "step") for optimizer in (a, b)])
+    EpochTrainLoop([[torch.ones(1, 2)]] * 8, max_epochs=1).run(state, HookList([hook]))
+    assert a.param_groups[0]["lr"] == 0.5**8
+    assert b.param_groups[0]["lr"] == 0.5 ** (8 // (window * every))
+
+
+def _windows(order: Sequence[int], until: int = 4) -> SchedulerHook:
+    optimizer = get_optimizer(new_state())
+    optimizer.step()
+    ranges: list[dict[str, Any]] = [{"until": until}, {"after": until}]
+    factors = (lambda optimizer: StepLR(optimizer, 1, 0.5), lambda optimizer: StepLR(optimizer, 2))
+    windows = [
+        ScheduleWindow(optimizer, make, **span) for make, span in zip(factors, ranges, strict=True)
+    ]
+    return SchedulerHook([(windows[index], "step") for index in order])
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_ranges_of_one_class_are_restored_in_any_order() -> None:
+    saved = _windows([0, 1])
+    for scheduler in saved._schedulers:
+        for _ in range(6):
+            scheduler.step()
+    restored = _windows([1, 0])
+    restored.load_state_dict(saved.state_dict())
+    states = restored.state_dict()["schedulers"]
+    assert states == saved.state_dict()["schedulers"][::-1]
+    # The range of the checkpoint applies, as the message of a resumed run says.
+    longer = _windows([0, 1], until=8)
+    longer.load_state_dict(saved.state_dict())
+    assert [window.until for window in longer._schedulers] == [4, None]
+
+
+def test_the_state_of_another_class_is_refused() -> None:
+    optimizer = get_optimizer(new_state())
+    saved = SchedulerHook([(StepLR(optimizer, 1), "step")]).state_dict()
+    other = SchedulerHook([(ExponentialLR(optimizer, 0.9), "step")])
+    with pytest.raises(ValueError, match=r"schedulers\[0\] is a ExponentialLR, .* StepLR"):
+        other.load_state_dict(saved)
+
+
+def test_a_schedule_that_counts_batches_needs_the_same_window() -> None:
+    saved = SchedulerHook([(StepLR(get_optimizer(new_state()), 1), "batch")])
+    train(new_state(accumulative_counts=2), [saved], epochs=1)
+    state = new_state()
+    resumed = SchedulerHook([(StepLR(get_optimizer(state), 1), "batch")])
+    resumed.load_state_dict(saved.state_dict())
+    with pytest.raises(ValueError, match="an update had 2 .* has 1 now"):
+        train(state, [resumed], epochs=2)
 
 
 def test_the_unit_is_checked() -> None:

@@ -8,11 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from listeners import Records
+from ranks import run_ranks
 from torch import Tensor, nn
 
-from stepwrap.loops import EpochTrainLoop, build_loader
+from stepwrap.collectives import get_rank
+from stepwrap.loops import EpochTrainLoop, HookList, LoopState, build_loader
 from stepwrap.runner import Runner
-from stepwrap.wrappers import BaseModel, OptimWrapper, SingleDevice, compile_step, with_train_step
+from stepwrap.wrappers import (
+    BaseModel,
+    OptimWrapper,
+    SingleDevice,
+    StepDistributedDataParallel,
+    compile_step,
+    with_train_step,
+)
 
 STEPS = 10
 
@@ -105,3 +115,30 @@ def test_the_record_has_the_values_of_each_step(
     assert {name: record[name] for name in ("scale", "first", "seen")} == pytest.approx(
         train_plainly(after_update=after_update), abs=1e-12
     )
+
+
+class _Sometimes(BaseModel):
+    """Logs the first input of a batch if it is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, inputs: Tensor, mode: str = "loss") -> dict[str, Tensor]:
+        positive = {"positive": inputs[0, 0]} if inputs[0, 0] > 0 else {}
+        return {"loss": self.linear(inputs).mean(), **positive}
+
+
+def _log_sometimes(values: list[list[float]]) -> list[dict[str, float]]:
+    hook = Records()
+    model = StepDistributedDataParallel(_Sometimes())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    state = LoopState(model=model, optim_wrapper=OptimWrapper(optimizer))
+    batches = [[torch.full((1, 1), value)] for value in values[get_rank()]]
+    EpochTrainLoop(batches, max_epochs=1, per_rank=True).run(state, HookList([hook]))
+    return hook.records
+
+
+def test_values_of_some_batches_count_equally_on_all_ranks() -> None:
+    for records in run_ranks(_log_sometimes, 2, [[1.0, 2.0, 3.0], [-1.0, -1.0, 10.0]]):
+        assert records[-1]["positive"] == 4.0

@@ -18,7 +18,15 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from stepwrap.collectives import get_rank
-from stepwrap.loops import LoopState, ValLoop, build_loader
+from stepwrap.loops import (
+    EpochTrainLoop,
+    HookList,
+    LoopState,
+    MeanLoss,
+    ValLoop,
+    build_loader,
+)
+from stepwrap.wrappers import BaseModel, OptimWrapper, SingleDevice
 
 
 class Everything(Records):
@@ -204,6 +212,34 @@ def test_loaders_that_would_notice_are_not_read() -> None:
     lazy = new_state(net=nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(1)))
     train(lazy, [], epochs=1)
     assert lazy.step == 4
+
+
+class _Centred(BaseModel):
+    """An evaluation step that changes its batch in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor, mode: str = "loss") -> dict[str, Tensor]:
+        return {"loss": self.layer(inputs).square().mean()}
+
+    def val_step(self, data: Any) -> dict[str, Any]:
+        inputs = data[0]
+        inputs -= 1.0
+        return {"loss": inputs.mean(), "num_samples": len(inputs)}
+
+
+def test_the_batch_is_not_changed() -> None:
+    model = _Centred()
+    state = LoopState(
+        model=SingleDevice(model),
+        optim_wrapper=OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.0)),
+    )
+    batches = [[torch.full((2, 3), 5.0)]]
+    validation = ValLoop(batches, {"loss": MeanLoss()})
+    EpochTrainLoop([[torch.ones(2, 3)]], max_epochs=1, val_loop=validation).run(state, HookList())
+    assert state.metrics["loss"] == 4.0
 
 
 class Doubled(nn.Linear):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from loop_parts import assert_identical, get_weights, make_data, make_state
 from marks import slow
 from ranks import run_ranks
 from stream_parts import SaveAll
+from torch import nn
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -22,6 +25,7 @@ from torch.utils.data import (
     Sampler,
     Subset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 from torchmetrics import SumMetric
 
@@ -35,6 +39,7 @@ from stepwrap.loops import (
     load_checkpoint,
 )
 from stepwrap.runner import Runner
+from stepwrap.wrappers import BaseModel, OptimWrapper, StepDistributedDataParallel
 
 # Raised by StatefulDataLoader 0.11 with torch 2.13.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -161,6 +166,54 @@ def test_a_training_reads_each_sample_once(kind: str) -> None:
         assert sorted(numbers[0] + numbers[1]) == ALL, kind
     if kind in ("shuffled", "weighted"):
         assert by_rank[0][0] != by_rank[0][1]
+
+
+class Augmented(Dataset[Any]):
+    """Samples with random numbers from the streams of torch, NumPy and Python."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        info: Any = get_worker_info()
+        drawn = [torch.rand(()).item(), float(np.random.rand()), random.random(), info.seed % 997]
+        return (torch.tensor([index, *drawn], dtype=torch.float64),)
+
+
+class Drawn(Hook):
+    def __init__(self) -> None:
+        self.rows: list[list[float]] = []
+
+    def on_batch_start(self, state: LoopState, batch: Any) -> None:
+        self.rows += batch[0].tolist()
+
+
+class Rows(BaseModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 1, dtype=torch.float64)
+
+    def forward(self, rows: torch.Tensor, mode: str = "loss") -> Any:
+        return {"loss": self.layer(rows).mean()}
+
+
+def _draw() -> list[list[float]]:
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(Augmented(), batch_size=2, num_workers=1, generator=generator)
+    model = StepDistributedDataParallel(Rows())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    hook = Drawn()
+    state = LoopState(model=model, optim_wrapper=OptimWrapper(optimizer))
+    EpochTrainLoop(loader, max_epochs=1).run(state, HookList([hook]))
+    return hook.rows
+
+
+def test_workers_of_a_seeded_loader_draw_other_numbers_on_each_rank() -> None:
+    rows = [row for rank_rows in run_ranks(_draw, 2) for row in rank_rows]
+    assert sorted(row[0] for row in rows) == ALL
+    for column in (1, 2, 3):
+        assert len({row[column] for row in rows}) == SAMPLES
+    assert len({row[4] for row in rows}) == 2
 
 
 def test_per_rank_says_that_the_data_is_divided() -> None:

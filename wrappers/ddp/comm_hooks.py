@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.futures import Future
 
 from ...collectives import all_gather_object
-from ...collectives.process.timeouts import inherit_timeout
+from ...collectives.process.init import inherit_timeout
 from ...registry import COMM_HOOKS, Registry, build_tree, did_you_mean
 
 # Called by torch with the state and a bucket of gradients.

@@ -24,7 +24,7 @@ from ...collectives import (
     obj2tensor,
     run_together,
 )
-from ...collectives.process.timeouts import inherit_timeout
+from ...collectives.process.init import inherit_timeout
 from ...registry import did_you_mean
 from ..layout import routes
 
