@@ -31,7 +31,7 @@ test test-all test-nightly: $(READY) types-link
 # Run the tests marked `gpu` on two pretend devices, which tests/pretend makes from host memory.
 test-pretend: $(READY)
 	$(BIN)/python tests/pretend/pretend_build.py
-	PRETEND_CUDA=2 PYTHONPATH=tests/pretend/site $(BIN)/python -m pytest -m "gpu or pretend"
+	PRETEND_CUDA=2 PYTHONPATH=$(CURDIR)/tests/pretend/site $(BIN)/python -m pytest -m "gpu or pretend"
 
 # Run the tests of `test` with another release of torch in a fresh environment; `SELECTED=` adds the
 # slow and nightly tests. Other versions are pinned, except setuptools, which some releases of torch limit.

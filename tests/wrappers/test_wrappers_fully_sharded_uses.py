@@ -222,19 +222,6 @@ def test_mixed_precision_does_not_round_targets(loss: Any) -> None:
     assert set(dtypes) == {torch.bfloat16}
 
 
-@on_ranks(2)
-def test_mixed_precision_names_targets_that_it_rounds() -> None:
-    """If net and loss share a parameter, both are in one unit, which casts all its inputs."""
-    loss = _ScaledLoss()
-    net = nn.Linear(2, 1)
-    loss.scale = net.bias
-    with _messages_of_units() as messages:
-        StepFullyShardedDataParallel(
-            SupervisedModel(net, loss), mixed_precision={"param_dtype": "bfloat16"}
-        )
-    assert any("targets are rounded" in message for message in messages)
-
-
 @contextmanager
 def _messages_of_units() -> Iterator[list[str]]:
     messages: list[str] = []

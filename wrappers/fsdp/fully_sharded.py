@@ -93,9 +93,9 @@ class StepFullyShardedDataParallel(ModelWrapper, nn.Module):
         mesh: the ranks to shard over; default: all ranks. With the axes replicate and shard, the
             shards are replicated (HSDP).
         mixed_precision: a mapping with ``param_dtype``, ``reduce_dtype`` and ``output_dtype`` (the
-            dtype of the output: of the net in a ``SupervisedModel``, else of the whole model), as
-            names of dtypes, and ``cast_forward_inputs``; or torch's policy. BatchNorm layers keep
-            their dtype.
+            dtype of the whole model's output), as names of dtypes, and ``cast_forward_inputs``; or
+            torch's policy. BatchNorm layers keep their dtype, and so do the targets of a
+            ``SupervisedModel``.
         cpu_offload: whether to keep shards, gradients and optimizer state in host memory; or a
             mapping with ``pin_memory``, which has no effect without an accelerator.
         reshard_after_forward: whether to free blocks between forward and backward (default: True).

@@ -10,10 +10,11 @@ from itertools import combinations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
 
 from ..blocks import find_blocks, find_parameters
 from ..layout import broadcast_from_first_rank
@@ -64,7 +65,7 @@ def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> li
     agree(describe, mesh)
     if mesh.size() > 1:
         check_unchanged_weights(module, "fsdp")
-    roots = find_roots(module, ignored, options.precision)
+    roots = find_roots(module, ignored)
     exact = full_precision_units(module, options.precision)
     if options.device is not None and not any(param.is_meta for param in module.parameters()):
         module.to(options.device)
@@ -88,13 +89,37 @@ def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> li
     free_root = False if options.free_after_forward is False else None
     for path, root in roots.items():
         policy = exact.get(path, options.precision)
-        if isinstance(module, SupervisedModel) and root is module.loss:
+        if root is module and _keeps_targets(module, policy):
             policy = replace(policy, cast_forward_inputs=False)
         fully_shard(root, mp_policy=policy, reshard_after_forward=free_root, **common)
         start = f"{path}." if path else ""
         inside = {name: units[name] for name in units if name != path and name.startswith(start)}
         _set_prefetch(root, inside, options.prefetch)
     return list(roots.values())
+
+
+def _keeps_targets(module: nn.Module, policy: MixedPrecisionPolicy) -> bool:
+    """Cast the input of the net instead of the batch, which contains the targets of the loss.
+
+    Returns whether this is possible: for a ``SupervisedModel`` under a policy that casts inputs.
+    """
+    dtype = policy.param_dtype
+    is_supervised = isinstance(module, SupervisedModel) and (
+        type(module).forward is SupervisedModel.forward
+    )
+    if not is_supervised or dtype is None or not policy.cast_forward_inputs:
+        return False
+
+    def cast(value: Any) -> Any:
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_float else value
+
+    def cast_all(net: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(cast, (args, kwargs))
+
+    supervised: Any = module
+    supervised.net.register_forward_pre_hook(cast_all, with_kwargs=True, prepend=True)
+    return True
 
 
 def _description(
@@ -154,31 +179,18 @@ def find_units(
     return _split_by_dtype(model, units, ignored)
 
 
-def find_roots(
-    model: nn.Module, ignored: set[nn.Parameter], policy: MixedPrecisionPolicy
-) -> dict[str, nn.Module]:
+def find_roots(model: nn.Module, ignored: set[nn.Parameter]) -> dict[str, nn.Module]:
     """Return the root modules by path; each parameter is in exactly one of them.
 
     Usually the only root is the model. If its step may call its children in any order, with several
     backwards, the roots are the outermost modules inside it that have a forward and parameters,
-    unless a parameter would then be in no root or in several. The same holds for a
-    ``SupervisedModel`` under mixed precision: a root casts its inputs, which must not include the
-    targets of the loss.
+    unless a parameter would then be in no root or in several.
     """
     roots: dict[str, nn.Module] = {}
-    has_targets = policy.param_dtype is not None and (
-        isinstance(model, SupervisedModel) and type(model).forward is SupervisedModel.forward
-    )
-    if (calls_children(model) or has_targets) and _collect_roots(model, "", ignored, roots):
-        params = [param for root in roots.values() for param in set(root.parameters())]
-        if params and len(params) == len(set(params)):
-            return roots
-    if has_targets and policy.cast_forward_inputs:
-        logger.warning(
-            "the targets are rounded to %s, because parameters belong to both the net and the loss",
-            policy.param_dtype,
-        )
-    return {"": model}
+    if not calls_children(model) or not _collect_roots(model, "", ignored, roots):
+        return {"": model}
+    params = [param for root in roots.values() for param in set(root.parameters())]
+    return roots if params and len(params) == len(set(params)) else {"": model}
 
 
 def _collect_roots(
