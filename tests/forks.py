@@ -213,10 +213,9 @@ def _become(request: _Request, descriptors: list[int], between: int) -> NoReturn
         os.dup2(descriptor, number)
         os.close(descriptor)
     _seed_afresh()
-    if _MARK not in request.words[1]:
-        # Forked before the program changes the state of this process.
-        control = fork_template()
-        fork_ranks(Forker(lambda: control))
+    # Forked before the program changes the state of this process. A rank may launch ranks, too.
+    control = fork_template()
+    fork_ranks(Forker(lambda: control))
     become_program(request.words, request.cwd, request.environment)
 
 

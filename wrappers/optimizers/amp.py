@@ -98,9 +98,11 @@ class AmpOptimWrapper(OptimWrapper):
         self.scales_losses = self.loss_scaler.is_enabled()
         if self.scales_losses:
             self.gates.gradients = GradientGate()
-        if enabled and isinstance(optimizer, torch.optim.SGD):
-            # A fused SGD that skips its first step would use uninitialised momentum. With this
-            # flag the scaler does not call the optimizer at all if a gradient is infinite.
+        is_offloaded = parameter.device.type != self.device_type
+        if enabled and (is_offloaded or isinstance(optimizer, torch.optim.SGD)):
+            # A fused SGD that skips its first step would use uninitialised momentum, and a fused
+            # step on the host would read the flag of infinite gradients before it has arrived.
+            # With this flag the scaler does not call the optimizer at all if one is infinite.
             vars(optimizer)["_step_supports_amp_scaling"] = False
 
     @classmethod

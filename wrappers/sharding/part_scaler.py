@@ -36,13 +36,18 @@ class PartScaler(ShardedGradScaler):
     ) -> dict[torch.device, Tensor]:
         # Passes local parts, because torch's kernel takes all gradients at once and needs them on
         # one mesh.
-        grads = [
-            SimpleNamespace(grad=local_part(parameter.grad))
-            for parameter in get_parameters(optimizer)
-            if parameter.grad is not None
-        ]
-        local: Any = SimpleNamespace(param_groups=[{"params": grads}])
-        return super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
+        by_device: dict[torch.device, list[Any]] = {}
+        for parameter in get_parameters(optimizer):
+            if parameter.grad is not None:
+                grad = local_part(parameter.grad)
+                by_device.setdefault(grad.device, []).append(SimpleNamespace(grad=grad))
+        overflows: dict[torch.device, Tensor] = {}
+        for device, grads in by_device.items() or [(inv_scale.device, [])]:
+            local: Any = SimpleNamespace(param_groups=[{"params": grads}])
+            # torch would copy the scale to the host without waiting for the copy, and read it.
+            scale, overflow = inv_scale.to(device), found_inf.to(device)
+            overflows |= super()._unscale_grads_(local, scale, overflow, allow_fp16)
+        return overflows
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Unscale the gradients; find infinite values in the gradients of all ranks."""
