@@ -253,7 +253,7 @@ def _weighted_sum(name: str, values: list[Any], weights: list[Any]) -> tuple[Ten
 def _stack(scalars: Sequence[Tensor]) -> Tensor:
     """Stack 0-d tensors on the device of the first one that is not on the CPU.
 
-    A batch without samples has the weight 0, a number, beside weights on the device.
+    A batch without samples has the number 0 as its weight, other batches have tensors.
     """
     device = next((scalar.device for scalar in scalars if not scalar.is_cpu), None)
     return torch.stack([scalar.to(device) for scalar in scalars])

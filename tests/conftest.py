@@ -98,6 +98,6 @@ def _restore_surroundings() -> Iterator[None]:
     if _forked_processes() - forked:
         # A loader ends its workers when it is freed; a traceback refers to it.
         gc.collect()
-        left = _forked_processes() - forked
-        if left:
-            pytest.fail(f"the test left forked processes: {sorted(left)}")
+        orphans = _forked_processes() - forked
+        if orphans:
+            pytest.fail(f"the test left forked processes: {sorted(orphans)}")

@@ -159,7 +159,7 @@ def device_of_local_rank() -> torch.device:
 
 
 def choose_backend(store: Store, rank: int, world_size: int) -> str:
-    """Return NCCL for CUDA tensors if each rank has a device of its own; otherwise gloo for all.
+    """Return NCCL for CUDA tensors if no two ranks share a device; otherwise gloo for all.
 
     Every rank must call this with the same store. The ranks compare the identifiers of their
     devices, because a rank may see only its own device (Slurm, MIG).

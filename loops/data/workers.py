@@ -193,7 +193,7 @@ class WorkerStart:
 class RankSeed:
     """Seed a worker differently on each rank, then call the user's ``worker_init_fn``.
 
-    Rank 0 keeps torch's seed, so that its samples are those of a run in one process.
+    Rank 0 keeps torch's seed.
     """
 
     def __init__(self, inner: Callable[[int], None] | None, rank: int) -> None:

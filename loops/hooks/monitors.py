@@ -123,8 +123,8 @@ class ThroughputHook(Hook):
     docs/hooks.md describes ``samples_per_s``, ``steps_per_s``, ``data_share``, ``tokens_per_s``,
     ``mfu``, ``hooks_share``, ``slowest_rank`` and ``rank_wait_share``. The hook also sets
     ``state.limits``. Tensor-parallel ranks that process the same samples count them once. The hook
-    does not synchronize with an accelerator. Its values are those of whole log intervals, because
-    every log record waits for the device; this has not been checked on a GPU.
+    does not synchronize with an accelerator. Its values describe whole log intervals, because every
+    log record waits for the device; this has not been checked on a GPU.
 
     Args:
         tokens_per_sample: tokens in a sample. By default, the tokens are counted if ``loss_weight``

@@ -92,13 +92,13 @@ def test_dropout_on_two_devices_continues_exactly(tmp_path: Path) -> None:
     def train(state: LoopState, epochs: int) -> None:
         EpochTrainLoop(make_loader(batch_size=4), max_epochs=epochs).run(state, HookList([]))
 
-    whole, begun = make(), make()
+    uninterrupted, begun = make(), make()
     seed_rng(1)
-    train(whole, 2)
+    train(uninterrupted, 2)
     seed_rng(1)
     train(begun, 1)
     path = save_checkpoint(tmp_path / "checkpoint", begun)
     resumed: Any = make()
     load_checkpoint(path).restore(resumed)
     train(resumed, 2)
-    assert_identical(get_weights(resumed), get_weights(whole))
+    assert_identical(get_weights(resumed), get_weights(uninterrupted))

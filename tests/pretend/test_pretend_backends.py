@@ -82,9 +82,9 @@ def test_ranks_with_a_device_of_their_own_use_nccl(
 def test_gloo_for_a_model_on_a_device_is_a_warning(
     tmp_path: Path, backend: str, devices: list[dict[str, str]]
 ) -> None:
-    first, second = _run(tmp_path, backend, devices)
-    assert first[1] == second[1] == "cpu:gloo,cuda:gloo"
-    (warning,) = first[2]
+    results = _run(tmp_path, backend, devices)
+    assert [used for _, used, _ in results] == ["cpu:gloo,cuda:gloo"] * 2
+    (warning,), others = (records for _, _, records in results)
     assert "gloo" in warning
     assert f"visible here: {devices[0].get('PRETEND_CUDA', '2')}, processes: 2" in warning
-    assert second[2] == []
+    assert others == []

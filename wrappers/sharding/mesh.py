@@ -230,11 +230,12 @@ def warn_of_gloo(kind: str, device: torch.device, group: ProcessGroup | None = N
     """Warn on the first rank if a model on a CUDA device communicates through host memory."""
     if device.type != "cuda" or get_rank() or get_world_size() == 1:
         return
-    if "nccl" not in distributed.get_backend_config(group):
+    backend = distributed.get_backend_config(group)
+    if "nccl" not in backend:
         logger.warning(
-            "%s communicates through gloo, which copies from and to %s: start at most one process "
+            "%s communicates through %s, which copies from and to %s: start at most one process "
             "for each CUDA device (visible here: %d, processes: %d) with the backend auto or nccl",
-            *(kind, device, torch.cuda.device_count(), get_world_size()),
+            *(kind, backend, device, torch.cuda.device_count(), get_world_size()),
         )
 
 
