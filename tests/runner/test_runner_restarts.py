@@ -60,7 +60,7 @@ def test_a_killed_rank_restarts_all_and_does_not_change_the_weights(
         f"restarting {ranks} from {saved}; 1 of 2 restarts left",
         f"continuing from {saved}, step {done // 3 * 3}",
     ]
-    assert command.left_over() == []
+    assert command.wait_gone() == []
     assert_equals_uninterrupted(tmp_path, nproc, *settings)
 
 

@@ -83,7 +83,7 @@ def test_a_signal_saves_a_checkpoint_and_leaves_no_process(
     assert code == 128 + ended_by, out
     again = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
     assert err == f"\nstopping after this step, to save{again}\n"
-    assert command.left_over() == []
+    assert command.wait_gone() == []
     line = next(line for line in out.splitlines() if line.startswith(message))
     saved = tmp_path / line.partition("saved ")[2]
     step = json.loads((saved / "checkpoint.json").read_text())["step"]
@@ -209,7 +209,7 @@ def test_a_raising_rank_ends_all_and_is_named_and_the_resume_is_exact(
     assert location.endswith("in __getitem__")
     assert "--debug" in hint
     assert "the last checkpoint is run/checkpoints/step_00000003" in saved
-    assert command.left_over() == []
+    assert command.wait_gone() == []
     assert_same_as_whole(tmp_path, "data.train.shuffle=false")
 
 
@@ -234,7 +234,7 @@ def test_a_rank_that_is_gone_ends_all_and_is_named(
     assert code == 1
     assert message in err.splitlines()[0]
     assert err.splitlines()[0].endswith("(rank 1)")
-    assert command.left_over() == []
+    assert command.wait_gone() == []
     assert not list(tmp_path.glob("stepwrap_*"))
 
 
