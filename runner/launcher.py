@@ -204,7 +204,7 @@ def process_group(
     ``store_file`` if it is given, otherwise at MASTER_ADDR.
 
     Raises:
-        ValueError: the backend is NCCL, and there is no CUDA device.
+        ValueError: the backend is NCCL, which needs a CUDA device.
     """
     if dist.is_initialized():
         yield

@@ -60,13 +60,11 @@ def _has_group() -> bool:
 
 def _forked_processes() -> set[int]:
     """Return the living children of this process that were forked from it."""
-    command = (
-        Path("/proc/self/cmdline").read_bytes() if Path("/proc/self/cmdline").exists() else b""
-    )
     forked = set()
     for children in Path("/proc/self/task").glob("*/children"):
         # A thread or child may have ended meanwhile.
         with contextlib.suppress(OSError):
+            command = Path("/proc/self/cmdline").read_bytes()
             for pid in children.read_text().split():
                 if Path(f"/proc/{pid}/cmdline").read_bytes() == command:
                     forked.add(int(pid))

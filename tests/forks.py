@@ -270,8 +270,8 @@ def _interpret_to_the_end(words: list[str]) -> int:
     return 0
 
 
-def _interpret(first: str, *words: str) -> None:
-    if first == "-m":
+def _interpret(option_or_file: str, *words: str) -> None:
+    if option_or_file == "-m":
         module, *arguments = words
         sys.argv[:] = [module, *arguments]
         sys.path.insert(0, os.getcwd())
@@ -281,14 +281,14 @@ def _interpret(first: str, *words: str) -> None:
     main: Any = sys.modules["__main__"]
     vars(main).clear()
     vars(main).update(vars(types.ModuleType("__main__")), __builtins__=builtins)
-    if first == "-c":
+    if option_or_file == "-c":
         text, *arguments = words
         sys.argv[:] = ["-c", *arguments]
         sys.path.insert(0, "")
         code = compile(text, "<string>", "exec")
     else:
-        sys.argv[:] = [first, *words]
-        sys.path.insert(0, str(Path(first).resolve().parent))
-        main.__file__ = first
-        code = compile(Path(first).read_bytes(), first, "exec")
+        sys.argv[:] = [option_or_file, *words]
+        sys.path.insert(0, str(Path(option_or_file).resolve().parent))
+        main.__file__ = option_or_file
+        code = compile(Path(option_or_file).read_bytes(), option_or_file, "exec")
     exec(code, main.__dict__)

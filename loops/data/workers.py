@@ -44,8 +44,8 @@ def iterate(loader: Iterable[Any]) -> Iterator[Any]:
     if not getattr(loader, "num_workers", 0) or not hasattr(loader, "worker_init_fn"):
         return iter(loader)
     workers: Any = loader
-    if getattr(workers, "_iterator", None) is not None:
-        # Persistent workers are running already.
+    if getattr(workers, "persistent_workers", False) and workers._iterator is not None:
+        # The workers are running already.
         return iter(loader)
     start = workers.worker_init_fn
     context: Any = getattr(workers, "multiprocessing_context", None) or multiprocessing

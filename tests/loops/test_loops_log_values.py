@@ -140,5 +140,6 @@ def _log_sometimes(values: list[list[float]]) -> list[dict[str, float]]:
 
 
 def test_values_of_some_batches_count_equally_on_all_ranks() -> None:
-    for records in run_ranks(_log_sometimes, 2, [[1.0, 2.0, 3.0], [-1.0, -1.0, 10.0]]):
+    values = [[1.0, 2.0, 3.0], [-1.0, -1.0, 10.0], [-1.0, -1.0, -1.0]]
+    for records in run_ranks(_log_sometimes, 3, values):
         assert records[-1]["positive"] == 4.0

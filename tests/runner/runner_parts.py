@@ -180,8 +180,8 @@ class Command:
             # "7 (name) S <parent> <group> <session> ..."
             with contextlib.suppress(OSError):
                 stat = (entry / "stat").read_text() if entry.name.isdecimal() else ""
-                start, _, rest = stat.rpartition(") ")
-                state, _, _, session, *_ = rest.split() or [""] * 4
+                start, _, fields = stat.rpartition(") ")
+                state, _, _, session, *_ = fields.split() or [""] * 4
                 name = start.partition("(")[2]
                 if session == str(self.process.pid) and state not in "ZX" and name != TEMPLATE:
                     names[int(entry.name)] = name
