@@ -13,6 +13,8 @@ from ..collectives import get_world_size, mean_scalars
 
 # Used as the update number of values that were restored from a checkpoint.
 _RESTORED = -1
+# The NUL keeps the keys of weights apart from the names of logs, such as "loss weight".
+_WEIGHT = "\0weight"
 # The update that a batch belongs to, and the logs of that batch.
 _BatchLogs: TypeAlias = "tuple[int, Mapping[str, Any]]"
 
@@ -183,12 +185,12 @@ def merged_means(
     if get_world_size() == 1:
         # The scalars are the means of these sums already.
         sums = {}
-    # The NUL keeps these keys apart from the names of logs, such as "loss weight".
-    weights = {f"{name}\0weight": count for name, (_, count) in sums.items()}
+    weights = {f"{name}{_WEIGHT}": count for name, (_, count) in sums.items()}
     totals = {name: total for name, (total, _) in sums.items()}
     merged = mean_scalars({**scalars, **totals, **weights})
-    for name in sums:
-        weight = merged.pop(f"{name}\0weight")
+    # Not only the names of this rank: another one may have values that this one lacks.
+    for key in [key for key in merged if key.endswith(_WEIGHT)]:
+        name, weight = key.removesuffix(_WEIGHT), merged.pop(key)
         merged[name] = merged[name] / weight if weight else math.nan
     return merged
 
