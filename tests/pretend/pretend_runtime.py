@@ -152,6 +152,7 @@ def finish_copies() -> None:
 # Random numbers -----------------------------------------------------------------------------------
 
 _random_states: dict[int, Tensor] = {}
+_random_lock = threading.RLock()
 _DEFAULT_SEED = 67280421310721
 
 
@@ -164,13 +165,15 @@ def _random_state(index: int) -> Tensor:
 @contextlib.contextmanager
 def random_stream(index: int) -> Iterator[None]:
     """Draw from the random stream of a device instead of the host's."""
-    host_state = torch.default_generator.get_state()
-    torch.default_generator.set_state(_random_state(index))
-    try:
-        yield
-    finally:
-        _random_states[index] = torch.default_generator.get_state()
-        torch.default_generator.set_state(host_state)
+    # The replicas of DataParallel draw in threads, and the host's generator is exchanged.
+    with _random_lock:
+        host_state = torch.default_generator.get_state()
+        torch.default_generator.set_state(_random_state(index))
+        try:
+            yield
+        finally:
+            _random_states[index] = torch.default_generator.get_state()
+            torch.default_generator.set_state(host_state)
 
 
 def _get_random_state(device: Any = "cuda") -> Tensor:
