@@ -251,6 +251,89 @@ def _softmax_backward(op: Any) -> Callable[..., Any]:
     return run
 
 
+def _batch_norm_stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    var, mean = torch.var_mean(_wide(x), _all_but_channels(x), correction=0)
+    inv_std = (var + eps).rsqrt()
+    return mean, inv_std
+
+
+def _batch_norm_elemt(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    inv_std: Tensor,
+    eps: float,
+    *,
+    out: Tensor,
+) -> Tensor:
+    scale = inv_std if weight is None else inv_std * weight
+    result = (_wide(x) - _as_channels(mean, x)) * _as_channels(scale, x)
+    return out.copy_(result if bias is None else result + _as_channels(bias, x))
+
+
+def _batch_norm_backward_reduce(
+    dy: Tensor, x: Tensor, mean: Tensor, inv_std: Tensor, weight: Tensor | None, *_: bool
+) -> tuple[Tensor, ...]:
+    sum_dy = _wide(dy).sum(_all_but_channels(x))
+    sum_dy_xmu = (_wide(dy) * (_wide(x) - _as_channels(mean, x))).sum(_all_but_channels(x))
+    return sum_dy, sum_dy_xmu, sum_dy_xmu * inv_std, sum_dy.clone()
+
+
+def _batch_norm_backward_elemt(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    inv_std: Tensor,
+    weight: Tensor | None,
+    sum_dy: Tensor,
+    sum_dy_xmu: Tensor,
+    count: Tensor,
+) -> Tensor:
+    total = count.sum()
+    slope = _as_channels(inv_std.square() * sum_dy_xmu / total, x)
+    centred = _wide(x) - _as_channels(mean, x)
+    dx = _wide(dy) - _as_channels(sum_dy / total, x) - centred * slope
+    scale = inv_std if weight is None else inv_std * weight
+    return (dx * _as_channels(scale, x)).to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _as_channels(vector: Tensor, x: Tensor) -> Tensor:
+    return vector.view(-1, *[1] * (x.dim() - 2))
+
+
+# Operations that only accelerators have, with their results in the order of CUDA's kernels.
+_ONLY_CUDA: dict[str, Callable[..., Any]] = {
+    "batch_norm_stats": _batch_norm_stats,
+    "batch_norm_elemt.out": _batch_norm_elemt,
+    "batch_norm_backward_reduce": _batch_norm_backward_reduce,
+    "batch_norm_backward_elemt": _batch_norm_backward_elemt,
+}
+
+
+class _OnHost:
+    """An operation that only accelerators have, replaced by a function of tensors on the host."""
+
+    def __init__(self, op: Any, function: Callable[..., Any]) -> None:
+        self._op, self._function = op, function
+        self._schema = op._schema
+        self.is_view, self.tags = False, op.tags
+
+    def name(self) -> str:
+        return str(self._op.name())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
 def install() -> None:
     """Register the kernels of the pretend devices."""
     every_operator = torch.library.Library("_", "IMPL")
@@ -262,4 +345,8 @@ def install() -> None:
         backward = f"{name}_backward_data"
         aten.impl(name, _softmax(getattr(torch.ops.aten, name).default), "CUDA")
         aten.impl(backward, _softmax_backward(getattr(torch.ops.aten, backward).default), "CUDA")
+    for name, function in _ONLY_CUDA.items():
+        base, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, base), overload or "default")
+        aten.impl(name, _bind(_OnHost(op, function)), "CUDA")
     _libraries.extend([every_operator, aten])

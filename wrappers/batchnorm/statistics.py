@@ -7,6 +7,10 @@ is higher, and are rounded only at the end. To normalise, the mean is rounded to
 subtracted from every value first. This subtraction is nearly exact even if the mean is large. The
 rounding error of the mean is computed in fp64 and corrected by the shift that is added after the
 scaling. If all means are near zero, torch's CPU kernels do all of this in one pass.
+
+On CUDA the kernels of torch's SyncBatchNorm are used, each of which reads the input once. They
+accumulate in the precision of the layer. The moments of a chunk have this precision, and the mean
+is rounded to it without a correction.
 """
 
 from __future__ import annotations
@@ -24,14 +28,19 @@ Precision: TypeAlias = Literal["fp32", "fp64"]
 
 # Number of elements per block; two blocks in fp64 must fit into a core's cache.
 _BLOCK = 2**17
+# Added to the variance of a chunk before its square root, so that the result can be inverted.
+_TINY = 1e-30
 # The largest mean, in standard deviations, with which x * scale - mean * scale loses no digits.
 _CENTRED = 2.0
 
 
 class Moments(NamedTuple):
-    """The number of values per channel, their mean and their sum of squared deviations."""
+    """The number of values per channel, their mean and their sum of squared deviations.
 
-    num_values: int
+    The number is a tensor if only the device knows it.
+    """
+
+    num_values: int | Tensor
     mean: Tensor
     m2: Tensor
 
@@ -48,7 +57,7 @@ class Statistics(NamedTuple):
         precision: the minimum precision for tensors of the size of the input.
     """
 
-    num_values: int
+    num_values: int | Tensor
     mean: Tensor
     var: Tensor
     inv_std: Tensor
@@ -70,6 +79,9 @@ def moments(x: Tensor, precision: torch.dtype) -> Moments:
     if not x.numel():
         return no_moments(channels, x.device)
     count = x.numel() // channels
+    if _is_fused(x, precision):
+        mean, inv_std = torch.batch_norm_stats(x, _TINY)
+        return Moments(count, mean.double(), inv_std.double().pow(-2) * count)
     mean = x.mean(_all_but_channels(x), dtype=torch.promote_types(x.dtype, precision))
     total, products = _sums(x, mean)
     # The deviations sum to zero except for the rounding error of the mean.
@@ -83,11 +95,17 @@ def no_moments(channels: int, device: torch.device) -> Moments:
     return Moments(0, zeros, zeros)
 
 
-def merge(counts: Sequence[int], means: Tensor, m2s: Tensor) -> Moments:
+def merge(counts: Sequence[int] | Tensor, means: Tensor, m2s: Tensor) -> Moments:
     """Merge the moments of all chunks; ``means`` and ``m2s`` are ``(chunks, channels)``."""
-    count = sum(counts)
-    weights = torch.tensor(counts, dtype=torch.float64, device=means.device).unsqueeze(1)
-    mean = (weights * means).sum(0) / max(count, 1)
+    if isinstance(counts, Tensor):
+        count: int | Tensor = counts.sum()
+        weights, divisor = counts.unsqueeze(1), count
+    else:
+        count = sum(counts)
+        # Copying a list to an accelerator would wait for it.
+        weights = torch.stack([means.new_full((1,), number) for number in counts])
+        divisor = max(count, 1)
+    mean = (weights * means).sum(0) / divisor
     return Moments(count, mean, (m2s + weights * (means - mean).square()).sum(0))
 
 
@@ -97,12 +115,8 @@ def statistics(merged: Moments, eps: float, mode: EpsMode) -> Statistics:
     ``inv_std`` is (var + eps)^-1/2 with the mode "plus", and max(var, eps)^-1/2 with "clamp".
     """
     count, mean, m2 = merged
-    if count <= 1:
-        size = torch.Size([count, mean.numel()])
-        raise ValueError(
-            f"Expected more than 1 value per channel when training, got input size {size} "
-            "in all chunks together"
-        )
+    if isinstance(count, int):
+        check_count(count, mean.numel())
     var = m2 / count
     is_plus = mode == "plus"
     inv_std = (var + eps if is_plus else var.clamp(min=eps)).rsqrt()
@@ -112,10 +126,25 @@ def statistics(merged: Moments, eps: float, mode: EpsMode) -> Statistics:
     return Statistics(count, mean, var, inv_std, slope, is_centred)
 
 
+def check_count(count: int, channels: int) -> None:
+    """Raise ValueError unless there is more than one value per channel."""
+    if count <= 1:
+        raise ValueError(
+            "Expected more than 1 value per channel when training, got input size "
+            f"{torch.Size([count, channels])} in all chunks together"
+        )
+
+
 def normalise(
     x: Tensor, out: Tensor, *, stats: Statistics, weight: Tensor | None, bias: Tensor | None
 ) -> None:
     """Write the normalised ``x`` into ``out``."""
+    if _is_fused(x, stats.precision):
+        # The epsilon is already part of inv_std.
+        torch.batch_norm_elemt(
+            x, *_for_kernel(x, weight, bias, stats.mean, stats.inv_std), 0.0, out=out
+        )
+        return
     scale = _scale(stats, weight)
     if stats.is_centred and _is_fp32_on_cpu(x, stats):
         _affine(x, out, stats.mean, scale, bias)
@@ -136,6 +165,12 @@ def gradient_sums(dy: Tensor, x: Tensor, stats: Statistics) -> Tensor:
 
     The shape is ``(2, channels)``; xhat is the normalised input before weight and bias.
     """
+    if _is_fused(x, stats.precision):
+        mean, inv_std = _for_kernel(x, stats.mean, stats.inv_std)
+        sums = torch.batch_norm_backward_reduce(
+            _dense(dy), x, mean, inv_std, None, False, True, True
+        )
+        return torch.stack([sums[3], sums[2]]).double()
     mean, error = _rounded_mean(x, stats)
     if _is_fp32_on_cpu(x, stats):
         # With a scale of 1, torch's gradients of weight and bias are these sums.
@@ -156,6 +191,8 @@ def input_gradient(
 
     The means are over all chunks; ``total`` has the sums from ``gradient_sums`` of all chunks.
     """
+    if _is_fused(x, stats.precision):
+        return _fused_input_gradient(dy, x, total, stats, weight)
     mean_dy, mean_product = (total / stats.num_values).unbind()
     if stats.slope is not None:
         mean_product = mean_product * stats.slope
@@ -180,6 +217,41 @@ def input_gradient(
 def _is_fp32_on_cpu(x: Tensor, stats: Statistics) -> bool:
     """Return whether torch's CPU kernels can be used with the required precision."""
     return x.is_cpu and x.dtype is stats.precision is torch.float32 and x.numel() > 0
+
+
+def _fused_input_gradient(
+    dy: Tensor, x: Tensor, total: Tensor, stats: Statistics, weight: Tensor | None
+) -> Tensor:
+    sum_dy, sum_product = total.unbind()
+    if stats.slope is not None:
+        sum_product = sum_product * stats.slope
+    # The kernel takes the sum of dy * (x - mean).
+    vectors = (stats.mean, stats.inv_std, weight, sum_dy, sum_product / stats.inv_std)
+    count = torch.ones((), dtype=torch.int32, device=x.device) * stats.num_values
+    return torch.batch_norm_backward_elemt(_dense(dy), x, *_for_kernel(x, *vectors), count.int())
+
+
+def _is_fused(x: Tensor, precision: torch.dtype) -> bool:
+    """Return whether CUDA's kernels accept ``x`` and accumulate in the required precision."""
+    has_precision = precision is torch.float32 or x.dtype is torch.float64
+    return x.is_cuda and has_precision and x.numel() > 0 and _is_dense(x)
+
+
+def _is_dense(x: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.is_contiguous() or (
+        x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
+    )
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if _is_dense(x) else x.contiguous()
+
+
+def _for_kernel(x: Tensor, *vectors: Tensor | None) -> list[Any]:
+    """Return vectors in the precision in which CUDA's kernels compute."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return [vector if vector is None else vector.to(dtype) for vector in vectors]
 
 
 def _affine(x: Tensor, out: Tensor, mean: Tensor, scale: Tensor, shift: Tensor | None) -> None:

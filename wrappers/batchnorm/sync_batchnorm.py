@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
@@ -14,11 +14,20 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...collectives import CollectiveError, all_gather_object, calling, comm_device
 from ...registry import MODELS
 from ..replicas.replicate import CallbackContext
 from ..replicas.session import ReplicationSession
 from ..torch_functions import uncompiled
+from .exchange import (
+    IN_GRAPH,
+    INPUT_NEEDS_GRAD,
+    CallCounter,
+    Exchange,
+    merge_ranks,
+    number_layer,
+    report_failure,
+    sum_ranks,
+)
 from .statistics import (
     BackwardOptions,
     Chunk,
@@ -40,16 +49,6 @@ _WITHOUT_GRAPHS = (
 )
 _default_eps_mode: list[EpsMode] = ["plus"]
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-# Flags that a rank sends: its output is part of a graph, its input requires a gradient, it failed,
-# its samples do not count.
-_IN_GRAPH, _INPUT_NEEDS_GRAD, _FAILED, _LEFT_OUT = 1, 2, 4, 8
-# The first entries of a rank's message: count, flags, number of the call. The moments follow.
-_HEADER = 3
-# Call numbers are taken modulo this, so that sums of their squares over many ranks are exact in
-# fp32.
-_NUMBERS = 64
-# For each group, the number of layers whose channels have been compared between the ranks.
-_num_layers: weakref.WeakKeyDictionary[distributed.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 logger = logging.getLogger(__name__)
 
@@ -83,20 +82,6 @@ class _Place(NamedTuple):
     copy_id: int
 
 
-@dataclass
-class _CallCounter:
-    """Count the calls of a layer; ``layer`` is its number in the group, equal on all ranks."""
-
-    group: weakref.ref[distributed.ProcessGroup]
-    layer: int
-    calls: int = 0
-
-    def next_call(self) -> int:
-        """Return a number for the next call, below ``_NUMBERS``."""
-        self.calls += 1
-        return (7 * self.layer + self.calls) % _NUMBERS
-
-
 class SynchronizedBatchNorm(_BatchNorm):
     """Normalise like ``SynchronizedBatchNorm2d``, for inputs with any number of dimensions."""
 
@@ -104,7 +89,7 @@ class SynchronizedBatchNorm(_BatchNorm):
     eps_mode: EpsMode | None = None
     precision: Precision = "fp32"
     _place: _Place | None = None
-    _call_counter: _CallCounter | None = None
+    _call_counter: CallCounter | None = None
     # Whether the samples of this rank do not count; `uncounted_batch` sets it.
     leaves_out = False
     _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
@@ -186,25 +171,23 @@ class SynchronizedBatchNorm(_BatchNorm):
     def _over_ranks(self, x: Tensor) -> Tensor:
         world = self.process_group or distributed.group.WORLD
         assert world is not None
-        if self._call_counter is None or self._call_counter.group() is not world:
-            self._call_counter = _number_layer(self, world)
-        number = self._call_counter.next_call()
+        name, counter = type(self).__name__, self._call_counter
+        if counter is None or counter.group() is not world:
+            self._call_counter = counter = number_layer(name, self.num_features, world)
+        exchange = Exchange(name, world, counter, counter.next_call(), self.leaves_out)
         try:
             self._check_input(x)
             local_moments, chunk = moments(x.detach(), _DTYPES[self.precision]), self._chunk(x)
         except Exception as error:
-            # The other ranks wait for this rank, so it sends them a message with a flag.
-            _merge_ranks(self, no_moments(self.num_features, x.device), _FAILED, number, error)
+            report_failure(exchange, no_moments(self.num_features, x.device), error)
             raise
-        flags = chunk.is_in_graph * _IN_GRAPH + chunk.x.requires_grad * _INPUT_NEEDS_GRAD
-        flags += self.leaves_out * _LEFT_OUT
-        merged = _merge_ranks(self, local_moments, flags, number)
+        flags = chunk.is_in_graph * IN_GRAPH + chunk.x.requires_grad * INPUT_NEEDS_GRAD
+        merged = merge_ranks(exchange, local_moments, flags)
         stats = self._statistics(merged.moments)
-        if merged.counts:
-            self._update_running_stats(stats)
-        is_apart = self.leaves_out and merged.counts
-        sum_ranks = partial(_sum_ranks, type(self).__name__, self.process_group, number, is_apart)
-        (output,) = connect(BackwardOptions(stats, merged.input_needs_grad, sum_ranks), [chunk])
+        self._update_running_stats(stats, merged.counts)
+        sum_gradients = partial(sum_ranks, exchange, merged.counts)
+        options = BackwardOptions(stats, merged.input_needs_grad, sum_gradients)
+        (output,) = connect(options, [chunk])
         return self._fill(output, x, stats)
 
     def _statistics(self, merged: Moments) -> Statistics:
@@ -226,16 +209,17 @@ class SynchronizedBatchNorm(_BatchNorm):
         return output
 
     @torch.no_grad()
-    def _update_running_stats(self, stats: Statistics) -> None:
+    def _update_running_stats(self, stats: Statistics, counts: bool | Tensor = True) -> None:
         """Update the running statistics in place; other objects may refer to their tensors."""
-        if not self.track_running_stats or self.running_mean is None:
+        if not self.track_running_stats or self.running_mean is None or counts is False:
             return
-        factor = self.momentum
+        factor: float | Tensor = self.momentum or 0.0
         if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if factor is None:
-                factor = 1.0 / float(self.num_batches_tracked)
-        factor = factor or 0.0
+            self.num_batches_tracked.add_(counts)
+            if self.momentum is None:
+                factor = 1.0 / self.num_batches_tracked.clamp(min=1).to(self.running_mean.dtype)
+        if isinstance(counts, Tensor):
+            factor = factor * counts.to(self.running_mean.dtype)
         unbiased_var = stats.var * (stats.num_values / (stats.num_values - 1))
         new_values = (stats.mean, unbiased_var)
         for buffer, value in zip((self.running_mean, self.running_var), new_values, strict=True):
@@ -288,146 +272,6 @@ def _is_shared(group: distributed.ProcessGroup | None) -> bool:
             "each rank a group that it belongs to"
         )
     return size > 1
-
-
-def _number_layer(layer: SynchronizedBatchNorm, group: distributed.ProcessGroup) -> _CallCounter:
-    """Number a layer in the order of first calls; every rank of the group must call this.
-
-    Raises:
-        ValueError: the ranks have different numbers of channels. Without this check gloo would
-            abort the processes, because their messages have different lengths.
-    """
-    channels = all_gather_object(layer.num_features, group=layer.process_group)
-    if len(set(channels)) > 1:
-        listed = zip(distributed.get_process_group_ranks(group), channels, strict=True)
-        raise ValueError(
-            f"{type(layer).__name__} must have the same num_features on all ranks, but it has "
-            + ", ".join(f"{number} on rank {rank}" for rank, number in listed)
-        )
-    _num_layers[group] = _num_layers.get(group, 0) + 1
-    return _CallCounter(weakref.ref(group), _num_layers[group])
-
-
-class _Merged(NamedTuple):
-    """The moments of the ranks whose samples count.
-
-    Attributes:
-        input_needs_grad: whether the input of any rank requires a gradient.
-        counts: whether the samples of any rank count. If not, all samples are used, so that the
-            outputs are finite.
-    """
-
-    moments: Moments
-    input_needs_grad: bool
-    counts: bool
-
-
-def _merge_ranks(
-    layer: SynchronizedBatchNorm,
-    local_moments: Moments,
-    flags: int,
-    number: int,
-    problem: Exception | None = None,
-) -> _Merged:
-    """Merge the moments of all ranks.
-
-    Every rank must call this, even if it has no values or its forward failed.
-
-    Args:
-        local_moments: the moments of this rank.
-        flags: the flags of this rank.
-        number: the number of this call, which must be the same on all ranks.
-        problem: the error of this rank's forward, if it failed.
-    """
-    group, device = layer.process_group, local_moments.mean.device
-    values = torch.cat([local_moments.mean, local_moments.m2])
-    message = values.new_empty(
-        _HEADER + values.numel(), device=comm_device(group, prefer=values.device)
-    )
-    # Filled one by one, because copying a list to the GPU would wait for it.
-    for index, value in enumerate((local_moments.num_values, flags, number)):
-        message[index].fill_(value)
-    message[_HEADER:].copy_(values)
-    rows = message.new_empty(distributed.get_world_size(group), message.numel())
-    with calling(
-        f"{type(layer).__name__}.forward", group, lambda: f"{layer.num_features} channels"
-    ):
-        distributed.all_gather(list(rows.unbind()), message, group)
-    counts, all_flags, numbers = rows[:, :_HEADER].long().t().tolist()
-    _check_ranks(layer, all_flags, numbers, problem)
-    left_out = [rank for rank, rank_flags in enumerate(all_flags) if rank_flags & _LEFT_OUT]
-    any_counts = len(left_out) < len(counts)
-    for rank in left_out if any_counts else ():
-        # The moments as well, because 0 * NaN is NaN.
-        counts[rank] = 0
-        rows[rank, _HEADER:].zero_()
-    means, m2s = rows[:, _HEADER:].to(device).tensor_split(2, dim=1)
-    needs_grad = any(rank_flags & _INPUT_NEEDS_GRAD for rank_flags in all_flags)
-    return _Merged(merge(counts, means, m2s), needs_grad, any_counts)
-
-
-def _check_ranks(
-    layer: SynchronizedBatchNorm,
-    flags: Sequence[int],
-    numbers: Sequence[int],
-    problem: Exception | None,
-) -> None:
-    """Raise CollectiveError on every rank if a rank failed or the ranks are in different calls."""
-    name, group = type(layer).__name__, layer.process_group
-    members = distributed.get_process_group_ranks(group)
-    if any(rank_flags & _FAILED for rank_flags in flags):
-        text = f"{type(problem).__name__}: {problem}" if problem else ""
-        texts = zip(members, all_gather_object(text, group=group), strict=True)
-        listed = "; ".join(f"rank {rank}: {text}" for rank, text in texts if text)
-        raise CollectiveError(f"{name} cannot continue: {listed}") from problem
-    outside = [
-        rank for rank, rank_flags in zip(members, flags, strict=True) if not rank_flags & _IN_GRAPH
-    ]
-    if outside and any(rank_flags & _INPUT_NEEDS_GRAD for rank_flags in flags):
-        raise CollectiveError(
-            f"{name} must run with gradients on all ranks or on none, but ranks {outside} run it "
-            "without (under no_grad, or because no tensor requires a gradient), and the backward "
-            "of the other ranks would wait for them forever"
-        )
-    if len(set(numbers)) > 1:
-        ranks: dict[int, list[int]] = {}
-        for rank, number in zip(members, numbers, strict=True):
-            ranks.setdefault(number, []).append(rank)
-        listed = " and ".join(map(str, ranks.values()))
-        raise CollectiveError(
-            f"the ranks {listed} are in different calls of {name}: in training all ranks must call "
-            "the same layers, in the same order and the same number of times"
-        )
-
-
-def _sum_ranks(
-    name: str,
-    group: distributed.ProcessGroup | None,
-    number: int,
-    is_apart: bool,
-    total: Tensor,
-) -> Tensor:
-    """Return the gradient sums of all ranks; every rank's backward must call this.
-
-    A rank that ``is_apart`` adds nothing and gets zeros, because the statistics do not depend on
-    its samples.
-
-    The call numbers of the ranks and their squares are summed as well. Both sums have the expected
-    values only if the numbers of all ranks are equal.
-    """
-    if is_apart:
-        total = torch.zeros_like(total)
-    numbers = total.new_tensor([[number], [number**2]])
-    message = torch.cat([total, numbers], dim=1).to(comm_device(group, prefer=total.device))
-    with calling(f"{name}.backward", group, lambda: f"{total.size(1)} channels"):
-        distributed.all_reduce(message, group=group)
-    world_size = distributed.get_world_size(group)
-    if message[:, -1].tolist() != [world_size * number, world_size * number**2]:
-        raise CollectiveError(
-            f"the ranks are in the backward of different calls of {name}: all ranks must run the "
-            "backward of the same outputs, in the same order"
-        )
-    return total if is_apart else message[:, :-1].to(total.device)
 
 
 @MODELS.register_module()
