@@ -18,7 +18,7 @@ from ...registry import HOOKS
 from ...wrappers.features import model_features, optim_features
 from ...wrappers.layout import gradient_norm
 from ...wrappers.optimizers.clipping import GradClip
-from ...wrappers.steps.preprocess import get_fields, path_to_samples
+from ...wrappers.steps.preprocess import get_device, get_fields, path_to_samples
 from ...wrappers.unwrap import num_data_ranks, user_model
 from ..checkpoints.files import world_size
 from ..display.limits import RankTimes, SpeedLimits
@@ -30,6 +30,8 @@ _TIMED = frozenset(
     ["on_epoch_start", "on_batch_start", "on_batch_end", "on_update"]
     + ["collect_logs", "on_log", "on_save_point", "on_epoch_end", "on_train_end"]
 )
+# Those that follow directly after the work of a step.
+_AFTER_STEP = frozenset(["on_update", "on_batch_end"])
 # A path that no batch has.
 _UNKNOWN = (object(),)
 
@@ -124,7 +126,8 @@ class ThroughputHook(Hook):
     ``mfu``, ``hooks_share``, ``slowest_rank`` and ``rank_wait_share``. The hook also sets
     ``state.limits``. Tensor-parallel ranks that process the same samples count them once. The hook
     does not synchronize with an accelerator. Its values describe whole log intervals, because every
-    log record waits for the device; this has not been checked on a GPU.
+    log record waits for the device. Time in which a CUDA device still works on the last step is not
+    counted as waiting for data or hooks. Neither has been checked on a GPU.
 
     Args:
         tokens_per_sample: tokens in a sample. By default, the tokens are counted if ``loss_weight``
@@ -171,11 +174,29 @@ class ThroughputHook(Hook):
         self._seconds_per_unit: tuple[str, float] | None = None
         self._limits, self._times = SpeedLimits(), RankTimes()
         self._forward = _ForwardTimer(self._times)
+        self._last_step: _LastStep | None = None
+        # Seconds in other hooks so far, also while the device worked.
+        self._in_hooks_s = 0.0
         self._start_interval(0, perf_counter())
 
     def around(self, event: str, hook: Any, listener: Listener) -> Listener:
         """Measure the time in the other hooks."""
-        return _Timed(hook, listener, self._times.hooks) if event in _TIMED else listener
+        if event not in _TIMED:
+            return listener
+        name, follows_step = type(hook).__name__, event in _AFTER_STEP
+
+        def timed(*args: Any) -> None:
+            last_step = self._last_step
+            if follows_step and last_step is not None:
+                last_step.note_end()
+            start_s = perf_counter()
+            listener(*args)
+            spent_s = perf_counter() - start_s
+            self._in_hooks_s += spent_s
+            if last_step is None or not last_step.is_running():
+                self._times.hooks[name] = self._times.hooks.get(name, 0.0) + spent_s
+
+        return timed
 
     def on_train_start(self, state: LoopState) -> None:
         self._optim = optim_features(state.optim_wrapper)
@@ -185,14 +206,17 @@ class ThroughputHook(Hook):
         self._seconds_per_unit = self._find_seconds_per_unit(state)
         self._limits, state.limits = SpeedLimits(), {}
         self._forward.attach(state.model)
+        device = get_device(state.model)
+        self._last_step = _LastStep(device) if device.type == "cuda" else None
         self._start_interval(state.step, perf_counter())
 
     def on_epoch_start(self, state: LoopState) -> None:
-        self._mark_s = perf_counter() - sum(self._times.hooks.values())
+        self._mark_s = perf_counter() - self._in_hooks_s
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
         self._forward.start_s = now_s = perf_counter()
-        self._times.loading_s += now_s - sum(self._times.hooks.values()) - self._mark_s
+        if self._last_step is None or not self._last_step.is_running():
+            self._times.loading_s += now_s - self._in_hooks_s - self._mark_s
         # Batches that only pad an uneven pass do not count, nor do skipped steps.
         counts = self._optim.batch_counts
         if self._path is None or not counts or state.step + 1 in (state.skip_steps or ()):
@@ -208,8 +232,10 @@ class ThroughputHook(Hook):
     def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
         if self._counts_tokens:
             self._tokens += state.optim_wrapper.last_weight
+        if self._last_step is not None:
+            self._last_step.note_end()
         # Time in hooks until the next batch does not count as waiting for it.
-        self._mark_s = perf_counter() - sum(self._times.hooks.values())
+        self._mark_s = perf_counter() - self._in_hooks_s
 
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
         now_s = perf_counter()
@@ -236,14 +262,14 @@ class ThroughputHook(Hook):
         self._start_interval(state.step, now_s)
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
-        self._mark_s = perf_counter() - sum(self._times.hooks.values())
+        self._mark_s = perf_counter() - self._in_hooks_s
 
     def on_eval_start(self, state: LoopState) -> None:
         self._eval_start_s = perf_counter()
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
         now_s = perf_counter()
-        self._mark_s = now_s - sum(self._times.hooks.values())
+        self._mark_s = now_s - self._in_hooks_s
         self._evaluating_s += now_s - self._eval_start_s
 
     def on_train_end(self, state: LoopState) -> None:
@@ -292,7 +318,8 @@ class ThroughputHook(Hook):
         )
 
     def _start_interval(self, step: int, now_s: float) -> None:
-        self._since_s = self._mark_s = self._eval_start_s = now_s
+        self._since_s = self._eval_start_s = now_s
+        self._mark_s = now_s - self._in_hooks_s
         self._first_step = step
         self._samples = 0
         self._tokens: float | Tensor = 0.0
@@ -337,17 +364,19 @@ class _ForwardTimer:
             self._handle = None
 
 
-class _Timed:
-    """A listener whose time is added to ``seconds`` under the class of its hook."""
+class _LastStep:
+    """Tell whether a CUDA device still works on the last step."""
 
-    def __init__(self, hook: Any, listener: Listener, seconds: dict[str, float]) -> None:
-        self._listener, self._seconds, self._name = listener, seconds, type(hook).__name__
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._end: torch.cuda.Event | None = None
 
-    def __call__(self, *args: Any) -> None:
-        start_s = perf_counter()
-        self._listener(*args)
-        spent_s = perf_counter() - start_s
-        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + spent_s
+    def note_end(self) -> None:
+        """Note that the work of the last step is in the device's current stream."""
+        self._end = torch.cuda.current_stream(self._device).record_event()
+
+    def is_running(self) -> bool:
+        return self._end is not None and not self._end.query()
 
 
 def _devices(model: nn.Module) -> int:

@@ -76,10 +76,10 @@ class SlowNet(nn.Linear):
 
 
 def limits(
-    loading_s: float, forward_s: float, hooks: list[Hook]
+    loading_s: float, forward_s: float, hooks: list[Hook], device: str = "cpu"
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Train; return the limits and the record of the last interval."""
-    records, state = Records(), new_state(net=SlowNet(forward_s))
+    records, state = Records(), new_state(net=SlowNet(forward_s).to(device))
     options = {"dataloader": SlowLoader(loading_s), "val_loop": None, "log_every_steps": 5}
     with patch("stepwrap.loops.hooks.monitors.perf_counter", clock):
         # The first interval is ignored.
@@ -95,6 +95,39 @@ def test_slow_loading_and_a_slow_hook_are_named() -> None:
     assert record["data_share"] == pytest.approx(2 / 3)
     assert record["hooks_share"] == pytest.approx(1 / 3)
     assert "slowest_rank" not in record
+
+
+class DeviceWork(Hook):
+    """Give the device work that lasts until the next batch, or wait until it has none."""
+
+    order = 90
+
+    def __init__(self, is_busy: bool) -> None:
+        self._is_busy = is_busy
+
+    def on_update(self, state: LoopState) -> None:
+        if self._is_busy:
+            torch.cuda._sleep(10**8)  # type: ignore[no-untyped-call]
+        else:
+            torch.cuda.synchronize()
+
+    def on_batch_end(self, state: LoopState, batch: Any, logs: Any) -> None:
+        self.on_update(state)
+
+
+class PauseAfterWork(Pause):
+    order = 91
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_time_in_which_the_device_still_works_is_no_limit(is_busy: bool) -> None:
+    hooks = [DeviceWork(is_busy), PauseAfterWork()]
+    _, record = limits(2 * PAUSE_S, 0.0, hooks, device="cuda")
+    # A record, here after five steps, waits for the device, which then waits for the next batch.
+    data_share, hooks_share = (2 / 15, 0.0) if is_busy else (2 / 3, 1 / 3)
+    assert record["data_share"] == pytest.approx(data_share)
+    assert record["hooks_share"] == pytest.approx(hooks_share)
 
 
 def limits_with_slow_rank(cause: str) -> tuple[dict[str, float], dict[str, float]]:

@@ -45,6 +45,7 @@ _WITH_KERNELS = (
     "copy_",
     # In fake mode the fallback is not found for it.
     "empty_strided",
+    "mse_loss",
     "embedding_dense_backward",
     "native_layer_norm",
     "native_layer_norm_backward",

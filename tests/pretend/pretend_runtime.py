@@ -46,6 +46,10 @@ def _index(device: Any = None) -> int:
 _sync_mode = 0
 
 
+# What `torch.cuda._sleep` made the device do last, until the host waits for it.
+_long_work: object | None = None
+
+
 def note_launch(name: str) -> None:
     """Record an operation, unless it only allocates memory."""
     if name.startswith("aten::empty"):
@@ -56,7 +60,9 @@ def note_launch(name: str) -> None:
 
 def note_wait(name: str) -> None:
     """Record that the host waits for the device, or refuse it, as torch's sync debug mode does."""
+    global _long_work
     finish_copies()
+    _long_work = None
     if _capture is not None:
         raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({name})")
     if recorders:
@@ -316,15 +322,22 @@ class Event:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._preceding: list[tuple[Tensor, Tensor]] = []
+        self._long_work: object | None = None
 
     def record(self, stream: Any = None) -> None:
         self._preceding = list(_downloads)
+        self._long_work = _long_work
 
     def wait(self, stream: Any = None) -> None:
         pass
 
     def query(self) -> bool:
-        """Return whether it is complete; each call that returns False completes the copies."""
+        """Return whether it is complete; each call that returns False completes the copies.
+
+        Work of `torch.cuda._sleep` ends only when the host waits for the device.
+        """
+        if self._long_work is not None and self._long_work is _long_work:
+            return False
         is_complete = not any(copy is late for copy in self._preceding for late in _downloads)
         if not is_complete:
             finish_copies()
@@ -398,6 +411,11 @@ def _reset_peak(device: Any = None) -> None:
     library.pretend_reset_peak(_index(device))
 
 
+def _sleep(cycles: int) -> None:
+    global _long_work
+    _long_work = object()
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
@@ -420,6 +438,7 @@ def _cuda_functions(count: int) -> dict[str, Callable[..., Any] | type]:
         "stream": lambda stream: contextlib.nullcontext(stream),
         "set_stream": _nothing,
         "synchronize": _synchronize,
+        "_sleep": _sleep,
         "empty_cache": _nothing,
         "memory_allocated": _allocated,
         "memory_reserved": _allocated,
@@ -486,6 +505,7 @@ def install(count: int) -> None:
         "current_device_index": current_device,
         "set_device_index": lambda device: _exchange_device(_index(device)),
         "synchronize": _synchronize,
+        "_sleep": _sleep,
         "current_stream": Stream,
     }
     for name, function in accelerator.items():

@@ -26,9 +26,9 @@ from .statistics import Moments, check_count, merge
 
 # Flags that a rank sends: its output is part of a graph, its input requires a gradient, it failed.
 IN_GRAPH, INPUT_NEEDS_GRAD, FAILED = 1, 2, 4
-# The first entries of a rank's message; its moments follow. The call is _CALL times its number plus
-# the flags.
-_COUNT, _FLAGGED_CALL, _LEFT_OUT, _HEADER = range(4)
+# The first entries of a message; the moments follow. The second one is _CALL times the number of
+# the call, plus the flags.
+_COUNT, _NUMBER_AND_FLAGS, _LEFT_OUT, _HEADER = range(4)
 _CALL = 8
 # Call numbers are taken modulo this, so that sums of their squares over many ranks are exact in
 # fp32.
@@ -69,7 +69,7 @@ class CallCounter:
         return (7 * self.layer + self.calls) % _NUMBERS
 
 
-class Exchange(NamedTuple):
+class LayerCall(NamedTuple):
     """One call of a layer, which all ranks of the group make.
 
     Attributes:
@@ -130,23 +130,23 @@ def number_layer(name: str, num_features: int, group: distributed.ProcessGroup) 
     return CallCounter(weakref.ref(group), _num_layers[group])
 
 
-def merge_ranks(exchange: Exchange, local_moments: Moments, flags: int) -> Merged:
+def merge_ranks(call: LayerCall, local_moments: Moments, flags: int) -> Merged:
     """Merge the moments of all ranks; every rank must call this, even if it has no values.
 
     Args:
-        exchange: this call.
+        call: this call.
         local_moments: the moments of this rank.
         flags: the flags of this rank.
     """
-    _raise_late_errors(exchange.group)
-    rows = _gather(exchange, local_moments, flags)
-    needs_grad = exchange.counter.needs_grad
+    _raise_late_errors(call.group)
+    rows = _gather(call, local_moments, flags)
+    needs_grad = call.counter.needs_grad
     if rows.is_cuda and flags in needs_grad:
-        return _merge_unread(exchange, rows, needs_grad[flags])
+        return _merge_unread(call, rows, needs_grad[flags])
     header = _read_header(rows)
     if not rows.is_cuda:
-        _raise_failures(exchange, header, None)
-    _check_header(exchange.layer, exchange.group, header)
+        _raise_failures(call, header, None)
+    _check_header(call.layer, call.group, header)
     needs_grad[flags] = header.needs_grad()
     counts, left_out = header.counts, header.left_out
     for rank, is_left_out in enumerate(left_out):
@@ -158,14 +158,14 @@ def merge_ranks(exchange: Exchange, local_moments: Moments, flags: int) -> Merge
     return Merged(merge(counts, means, m2s), needs_grad[flags], not all(left_out))
 
 
-def report_failure(exchange: Exchange, no_moments: Moments, problem: Exception) -> None:
+def report_failure(call: LayerCall, no_moments: Moments, problem: Exception) -> None:
     """Tell the other ranks that the forward of this rank failed, because they wait for it."""
-    rows = _gather(exchange, no_moments, FAILED)
+    rows = _gather(call, no_moments, FAILED)
     if not rows.is_cuda:
-        _raise_failures(exchange, _read_header(rows), problem)
+        _raise_failures(call, _read_header(rows), problem)
 
 
-def sum_ranks(exchange: Exchange, counts: bool | Tensor, total: Tensor) -> Tensor:
+def sum_ranks(call: LayerCall, counts: bool | Tensor, total: Tensor) -> Tensor:
     """Return the gradient sums of all ranks; every rank's backward must call this.
 
     If this rank's samples do not count, but others' do, it adds nothing and gets zeros, because the
@@ -174,13 +174,13 @@ def sum_ranks(exchange: Exchange, counts: bool | Tensor, total: Tensor) -> Tenso
     The call numbers of the ranks and their squares are summed as well. Both sums have the expected
     values only if the numbers of all ranks are equal.
     """
-    group, number = exchange.group, exchange.number
+    group, number = call.group, call.number
     _raise_late_errors(group)
-    if exchange.leaves_out:
+    if call.leaves_out:
         total = torch.where(torch.as_tensor(counts, device=total.device), 0.0, total)
     numbers = _number_tensor([[number], [number**2]], total.device)
     message = torch.cat([total, numbers], dim=1).to(comm_device(group, prefer=total.device))
-    with calling(f"{exchange.layer}.backward", group, lambda: f"{total.size(1)} channels"):
+    with calling(f"{call.layer}.backward", group, lambda: f"{total.size(1)} channels"):
         distributed.all_reduce(message, group=group)
     summed, sums = message[:, :-1].to(total.device), message[:, -1]
     world_size = distributed.get_world_size(group)
@@ -188,26 +188,26 @@ def sum_ranks(exchange: Exchange, counts: bool | Tensor, total: Tensor) -> Tenso
     if message.is_cuda:
         is_expected = (sums[0] == expected[0]) & (sums[1] == expected[1])
         summed = torch.where(is_expected, summed, torch.nan)
-        _check_later(group, sums, partial(_check_sums, exchange.layer, expected))
+        _check_later(group, sums, partial(_check_sums, call.layer, expected))
     else:
-        _check_sums(exchange.layer, expected, sums, group)
-    if exchange.leaves_out:
+        _check_sums(call.layer, expected, sums, group)
+    if call.leaves_out:
         summed = torch.where(torch.as_tensor(counts, device=total.device), total, summed)
     return summed
 
 
-def _gather(exchange: Exchange, local_moments: Moments, flags: int) -> Tensor:
+def _gather(call: LayerCall, local_moments: Moments, flags: int) -> Tensor:
     """Return the messages of all ranks, ``(ranks, _HEADER + 2 * channels)``."""
-    group = exchange.group
+    group = call.group
     header = _number_tensor(
-        [local_moments.num_values, _CALL * exchange.number + flags, exchange.leaves_out],
+        [local_moments.num_values, _CALL * call.number + flags, call.leaves_out],
         local_moments.mean.device,
     )
     message = torch.cat([header, local_moments.mean, local_moments.m2])
     message = message.to(comm_device(group, prefer=message.device))
     rows = message.new_empty(distributed.get_world_size(group), message.numel())
     channels = local_moments.mean.numel()
-    with calling(f"{exchange.layer}.forward", group, lambda: f"{channels} channels"):
+    with calling(f"{call.layer}.forward", group, lambda: f"{channels} channels"):
         distributed.all_gather(list(rows.unbind()), message, group)
     return rows
 
@@ -224,17 +224,19 @@ def _read_header(rows: Tensor) -> _Header:
     return _Header(counts, flags, numbers, left_out)
 
 
-def _merge_unread(exchange: Exchange, rows: Tensor, needs_grad: bool) -> Merged:
+def _merge_unread(call: LayerCall, rows: Tensor, needs_grad: bool) -> Merged:
     """Merge the moments on the device; the host checks the header later."""
     header, num_features = rows[:, :_HEADER], (rows.size(1) - _HEADER) // 2
-    check = partial(_check_copy, exchange.layer, num_features, needs_grad)
-    _check_later(exchange.group, header, check)
-    lowest, highest = header[:, _FLAGGED_CALL].aminmax()
-    call = _CALL * exchange.number
+    check = partial(_check_copy, call.layer, num_features, needs_grad)
+    _check_later(call.group, header, check)
+    lowest, highest = header[:, _NUMBER_AND_FLAGS].aminmax()
+    first = _CALL * call.number
     if needs_grad:
-        is_expected = (lowest >= call + IN_GRAPH) & (highest == call + IN_GRAPH + INPUT_NEEDS_GRAD)
+        is_expected = (lowest >= first + IN_GRAPH) & (
+            highest == first + IN_GRAPH + INPUT_NEEDS_GRAD
+        )
     else:
-        is_expected = (lowest >= call) & (highest <= call + IN_GRAPH)
+        is_expected = (lowest >= first) & (highest <= first + IN_GRAPH)
     left_out = header[:, _LEFT_OUT] > 0
     any_counts = ~left_out.all()
     # The moments as well, because 0 * NaN is NaN.
@@ -311,14 +313,14 @@ def _check_header(layer: str, group: distributed.ProcessGroup, header: _Header) 
         )
 
 
-def _raise_failures(exchange: Exchange, header: _Header, problem: Exception | None) -> None:
+def _raise_failures(call: LayerCall, header: _Header, problem: Exception | None) -> None:
     """Raise CollectiveError with the errors of all ranks if a rank failed."""
     if any(flags & FAILED for flags in header.flags):
         text = f"{type(problem).__name__}: {problem}" if problem else ""
-        texts = all_gather_object(text, group=exchange.group)
-        members = distributed.get_process_group_ranks(exchange.group)
+        texts = all_gather_object(text, group=call.group)
+        members = distributed.get_process_group_ranks(call.group)
         listed = [f"rank {rank}: {text}" for rank, text in zip(members, texts, strict=True) if text]
-        raise CollectiveError(f"{exchange.layer} cannot continue: {'; '.join(listed)}") from problem
+        raise CollectiveError(f"{call.layer} cannot continue: {'; '.join(listed)}") from problem
 
 
 def _check_sums(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, distributed, nn
@@ -18,16 +18,6 @@ from ...registry import MODELS
 from ..replicas.replicate import CallbackContext
 from ..replicas.session import ReplicationSession
 from ..torch_functions import uncompiled
-from .exchange import (
-    IN_GRAPH,
-    INPUT_NEEDS_GRAD,
-    CallCounter,
-    Exchange,
-    merge_ranks,
-    number_layer,
-    report_failure,
-    sum_ranks,
-)
 from .statistics import (
     BackwardOptions,
     Chunk,
@@ -42,6 +32,9 @@ from .statistics import (
     normalise,
     statistics,
 )
+
+if TYPE_CHECKING:
+    from .exchange import CallCounter
 
 _WITHOUT_GRAPHS = (
     "SynchronizedBatchNorm waits for other replicas or ranks in its forward, which cannot be part "
@@ -169,23 +162,27 @@ class SynchronizedBatchNorm(_BatchNorm):
         return [(stats.to(output.device), output) for output in outputs]
 
     def _over_ranks(self, x: Tensor) -> Tensor:
+        # Only runs whose ranks share statistics need it.
+        from . import exchange
+
         world = self.process_group or distributed.group.WORLD
         assert world is not None
         name, counter = type(self).__name__, self._call_counter
         if counter is None or counter.group() is not world:
-            self._call_counter = counter = number_layer(name, self.num_features, world)
-        exchange = Exchange(name, world, counter, counter.next_call(), self.leaves_out)
+            self._call_counter = counter = exchange.number_layer(name, self.num_features, world)
+        call = exchange.LayerCall(name, world, counter, counter.next_call(), self.leaves_out)
         try:
             self._check_input(x)
             local_moments, chunk = moments(x.detach(), _DTYPES[self.precision]), self._chunk(x)
         except Exception as error:
-            report_failure(exchange, no_moments(self.num_features, x.device), error)
+            exchange.report_failure(call, no_moments(self.num_features, x.device), error)
             raise
-        flags = chunk.is_in_graph * IN_GRAPH + chunk.x.requires_grad * INPUT_NEEDS_GRAD
-        merged = merge_ranks(exchange, local_moments, flags)
+        flags = chunk.is_in_graph * exchange.IN_GRAPH
+        flags += chunk.x.requires_grad * exchange.INPUT_NEEDS_GRAD
+        merged = exchange.merge_ranks(call, local_moments, flags)
         stats = self._statistics(merged.moments)
         self._update_running_stats(stats, merged.counts)
-        sum_gradients = partial(sum_ranks, exchange, merged.counts)
+        sum_gradients = partial(exchange.sum_ranks, call, merged.counts)
         options = BackwardOptions(stats, merged.input_needs_grad, sum_gradients)
         (output,) = connect(options, [chunk])
         return self._fill(output, x, stats)
