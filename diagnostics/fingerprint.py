@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..primitives.tensor_bits import tensor_bytes
+from ..primitives.tensor_bits import tensor_bytes, widened
 from ..wrappers.layout import local_part
 
 # The bytes that an accelerator hashes at once: blocks avoid a copy of the whole model.
@@ -71,7 +71,8 @@ def get_bits(value: Tensor | float) -> int | Tensor:
     tensor = torch.as_tensor(value).detach()
     if tensor.ndim or tensor.is_complex():
         return hash_tensors([tensor])
-    return tensor.double().view(torch.int64)
+    wide = widened(tensor)
+    return wide.view(torch.int64) if wide.itemsize == 8 else wide.view(torch.int32).long()
 
 
 def hash_bytes(data: bytes) -> int:

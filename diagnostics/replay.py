@@ -29,7 +29,7 @@ from ..loops import (
     load_checkpoint,
 )
 from ..loops.hooks.profile import create_profiler, operations_table
-from ..primitives.tensor_bits import same_bits
+from ..primitives.tensor_bits import same_bits, widened
 from ..registry import Config, Examination, RunSections
 from ..runner.command.command import Options, mistake
 from ..runner.failure import as_mistakes_in
@@ -213,7 +213,7 @@ class ReplayHook(Hook):
 
     def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Any]) -> None:
         if state.step + 1 == self._watch.step:
-            means = {name: torch.as_tensor(v).double().mean() for name, v in logs.items()}
+            means = {name: widened(torch.as_tensor(v)).mean() for name, v in logs.items()}
             self.seen.logs.append({name: mean.item() for name, mean in means.items()})
             # Read now, since the schedulers change the rates after the update.
             self.seen.rates = state.optim_wrapper.get_lr()

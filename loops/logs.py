@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import get_world_size, mean_scalars
+from ..primitives.tensor_bits import widened, widest_float
 
 # Used as the update number of values that were restored from a checkpoint.
 _RESTORED = -1
@@ -245,9 +246,9 @@ def _sum(name: str, values: list[Any]) -> Tensor:
 
 def _weighted_sum(name: str, values: list[Any], weights: list[Any]) -> tuple[Tensor, Tensor]:
     """Return the sum of the values times their weights, and the sum of the weights."""
-    means = _stack([_sum(name, [value]).double() for value in values])
-    factors = _stack([torch.as_tensor(weight, dtype=torch.float64) for weight in weights])
-    factors = factors.to(means.device)
+    means = _stack([widened(_sum(name, [value])) for value in values])
+    factors = _stack([_factor(weight) for weight in weights])
+    factors = factors.to(means.device, means.dtype)
     # Values with a weight of 0 may be NaN.
     return torch.where(factors > 0, means * factors, 0.0).sum(), factors.sum()
 
@@ -257,8 +258,13 @@ def _stack(scalars: Sequence[Tensor]) -> Tensor:
 
     A batch without samples has the number 0 as its weight, other batches have tensors.
     """
-    device = next((scalar.device for scalar in scalars if not scalar.is_cpu), None)
-    return torch.stack([scalar.to(device) for scalar in scalars])
+    device = next((scalar.device for scalar in scalars if not scalar.is_cpu), torch.device("cpu"))
+    return torch.stack([scalar.to(device, widest_float(device)) for scalar in scalars])
+
+
+def _factor(weight: float | Tensor) -> Tensor:
+    is_tensor = isinstance(weight, Tensor)
+    return widened(weight) if is_tensor else torch.tensor(weight, dtype=torch.float64)
 
 
 def _tensor(name: str, value: Any) -> Tensor:

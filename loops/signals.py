@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..collectives import comm_device, distributed_available, get_rank, get_world_size
 from ..primitives.stop_signals import ignore
+from ..primitives.tensor_bits import widest_float
 from .state import LoopState, Phase
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT)
@@ -92,7 +93,8 @@ class StopSignals:
 
     def _agree(self, state: LoopState) -> None:
         clock_s = time.monotonic() - self._start_s if get_rank() == 0 else -1.0
-        shared = torch.tensor([self._received, clock_s], dtype=torch.float64, device=comm_device())
+        device = comm_device()
+        shared = torch.tensor([self._received, clock_s], dtype=widest_float(device), device=device)
         # The maxima are the signal of any rank, and the clock of rank 0 (the others send -1).
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         number, state.clock_s = shared.tolist()

@@ -1,6 +1,8 @@
-"""The bits of tensors: as bytes, for digests, and compared, for results that must be identical."""
+"""The bits of tensors: as bytes, for digests, compared, and as many as a device has."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -26,6 +28,25 @@ def same_bits(tensor: Tensor, other: Tensor) -> bool:
         return torch.equal(tensor_bytes(tensor), tensor_bytes(other))
     # Integers of the same size are compared without a copy, whatever the strides.
     return torch.equal(_plain(tensor).view(integers), _plain(other).view(integers))
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 if the device has no float64 (MPS, some XPUs)."""
+    return torch.float64 if device.type in ("cpu", "meta") else _widest_float(device)
+
+
+@functools.cache
+def _widest_float(device: torch.device) -> torch.dtype:
+    try:
+        torch.zeros((), dtype=torch.float64, device=device).add_(1.0)
+    except (TypeError, RuntimeError):
+        return torch.float32
+    return torch.float64
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` in the widest float of its device."""
+    return tensor.to(widest_float(tensor.device))
 
 
 def _plain(tensor: Tensor) -> Tensor:

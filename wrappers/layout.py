@@ -24,6 +24,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from ..collectives import comm_device
+from ..primitives.tensor_bits import widened
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -445,7 +446,7 @@ def _power(shards: Sequence[Tensor], norm_type: float) -> Tensor:
     For an infinite ``norm_type``, return the norm itself.
     """
     # Leaves out empty parts, which have no largest element.
-    norm = get_total_norm([shard for shard in shards if shard.numel()], norm_type).double()
+    norm = widened(get_total_norm([shard for shard in shards if shard.numel()], norm_type))
     return norm if math.isinf(norm_type) else norm**norm_type
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...primitives.suggestions import did_you_mean
-from ...primitives.tensor_bits import tensor_bytes
+from ...primitives.tensor_bits import tensor_bytes, widest_float
 from ..errors import Group
 from ..process.ranks import comm_device, live_world_size, members
 
@@ -215,8 +215,10 @@ class Reduction:
             total = total.to(torch.float64)
         if self._op == "mean":
             total = total / live_world_size(self._group)
-        keeps_dtype = not to_float and not is_float
-        return total.to(self._tensor.device, dtype if keeps_dtype else total.dtype)
+        device = self._tensor.device
+        if not to_float and not is_float:
+            return total.to(device, dtype)
+        return total.to(device, widest_float(device) if is_float else total.dtype)
 
     def _fold(self) -> torch.Tensor:
         return functools.reduce(_COMBINE[self._sent_op], self._parts)

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from ...primitives.tensor_bits import widened
 from ..errors import Group, attempt
 from ..objects.agree import agree
 from ..process.ranks import live_world_size
@@ -77,7 +78,7 @@ def _floats(scalars: object) -> dict[str, float]:
         # Not float(), which warns about tensors that require a gradient.
         floats[key] = float(value.item() if isinstance(value, torch.Tensor) else value)
     for keys in by_device.values():
-        tensors = [scalars[key].detach().reshape(()).to(torch.float64) for key in keys]
+        tensors = [widened(scalars[key].detach().reshape(())) for key in keys]
         floats |= zip(keys, torch.stack(tensors).tolist(), strict=True)
     return floats
 

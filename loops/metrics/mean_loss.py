@@ -3,11 +3,16 @@
 Imported lazily: torchmetrics imports matplotlib and much of scipy, which takes a second.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+
+from ...primitives.tensor_bits import widest_float
 
 
 class MeanLoss(Metric):
@@ -27,6 +32,14 @@ class MeanLoss(Metric):
         self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("samples", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> MeanLoss:
+        # Before `fn` moves the states to a device that may have no float64.
+        dtype = widest_float(fn(torch.zeros(())).device)
+        self._defaults = {name: value.to(dtype) for name, value in self._defaults.items()}
+        self.total, self.samples = self.total.to(dtype), self.samples.to(dtype)
+        moved: MeanLoss = super()._apply(fn, *args, **kwargs)
+        return moved
+
     def update(self, loss: Tensor, num_samples: float | Tensor) -> None:
         """Add a batch.
 
@@ -37,7 +50,7 @@ class MeanLoss(Metric):
         if not num_samples:
             # The mean loss of no samples may be NaN.
             return
-        self.total += loss.detach().double() * num_samples
+        self.total += loss.detach().to(self.total.dtype) * num_samples
         self.samples += num_samples
 
     def compute(self) -> Tensor:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...collectives import comm_device, distributed_available, get_rank, get_world_size
+from ...primitives.tensor_bits import widened
 from ...registry import HOOKS
 from ...wrappers import OptimWrapper
 from ...wrappers.features import optim_features
@@ -246,13 +247,13 @@ def _measured(
     """Return this rank's values of the step, on the device; every rank must call this."""
     measured = []
     if "loss" in names:
-        means = [loss.double().mean() for loss in losses]
+        means = [widened(loss).mean() for loss in losses]
         measured.append(torch.stack(means).mean() if means else torch.zeros(()).double())
     if "grad_norm" in names:
         norm = gradient_norm(optim_wrapper.optimizer) / optim_wrapper.loss_scale
-        measured.append(norm.double())
+        measured.append(widened(norm))
     device = measured[-1].device
-    return torch.stack([value.to(device) for value in measured])
+    return torch.stack([value.to(device, measured[-1].dtype) for value in measured])
 
 
 def _group_by_rank(values: Tensor) -> list[list[float]]:

@@ -169,8 +169,15 @@ def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
         runtime.keep_before_capture([alias for _, alias in call.outputs])
         with runtime.random_stream(call.index) if is_random else contextlib.nullcontext():
             results, moved = call.run()
+        if runtime.WITHOUT_FLOAT64:
+            tree_map(_refuse_float64, moved)
         runtime.capture(op, call.values, call.options, results, call.index, is_random, moved)
         return moved
+
+
+def _refuse_float64(value: Any) -> None:
+    if isinstance(value, Tensor) and value.is_cuda and value.dtype == torch.float64:
+        raise TypeError("the pretend device has no float64: PRETEND_WITHOUT_FLOAT64 is set")
 
 
 def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -178,6 +185,8 @@ def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
     call = _HostCall(op, args[:2], {})
     runtime.note_launch("aten::copy_")
+    if runtime.WITHOUT_FLOAT64:
+        _refuse_float64(target)
     host_target, host_source = call.values
     runtime.keep_before_capture([host_target] if target.is_cuda else [])
     if target.is_cuda == source.is_cuda:

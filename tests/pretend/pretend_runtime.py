@@ -46,6 +46,9 @@ def _index(device: Any = None) -> int:
 _sync_mode = 0
 
 
+# Whether the devices have no float64, as those of MPS.
+WITHOUT_FLOAT64 = os.environ.get("PRETEND_WITHOUT_FLOAT64") == "1"
+
 # What `torch.cuda._sleep` made the device do last, until the host waits for it.
 _long_work: object | None = None
 

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.optim import Optimizer
 
 from ...collectives import all_gather_object, comm_device
+from ...primitives.tensor_bits import widest_float
 from ..features import model_features
 from ..layout import get_layout, get_parameters, is_dtensor, local_part, split_models
 from ..steps.step_checks import DifferentGradientsError, averaging_wrappers, has_custom_step
@@ -317,6 +318,7 @@ def _digest(gradient: Tensor | None) -> Tensor:
     flat = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
     middle = len(flat) // 2
     subsets = (flat[:middle], flat[middle:], flat[::2])
-    sums = [subset.sum(dtype=torch.float64) for subset in subsets]
-    norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
-    return torch.stack([norm, *sums]).cpu()
+    dtype = widest_float(flat.device)
+    sums = [subset.sum(dtype=dtype) for subset in subsets]
+    norm = torch.linalg.vector_norm(flat, dtype=dtype)
+    return torch.stack([norm, *sums]).cpu().double()

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...collectives import get_rank
+from ...primitives.tensor_bits import widened, widest_float
 from ...registry import did_you_mean, import_path
 from ..steps.plain_models import predicts_next
 from ..steps.preprocess import get_fields
@@ -79,7 +79,7 @@ class LossWeight:
                 shape = tuple(weight.shape)
                 raise ValueError(f"{self} must give one number for a batch, got shape {shape}")
             if not weight.is_cpu:
-                return weight.detach().reshape(()).double()
+                return widened(weight.detach().reshape(()))
             weight = weight.item()
         try:
             weight = float(weight)
@@ -173,7 +173,7 @@ def _count_tokens(batch: Any, skips_first: bool = False, ignored: int = _IGNORED
 
 def _sum_of_entry(batch: Any, key: Any) -> Any:
     entry = _entry(batch, key, f"{{key: {key!r}}} needs that entry")
-    return entry.sum(dtype=torch.float64) if isinstance(entry, Tensor) else entry
+    return entry.sum(dtype=widest_float(entry.device)) if isinstance(entry, Tensor) else entry
 
 
 def _entry(batch: Any, key: Any, needed: str) -> Any:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ...collectives import comm_device
+from ...primitives.tensor_bits import widest_float
 from ..features import model_features
 from ..layout import get_parameters, local_part
 from ..unwrap import user_model
@@ -304,6 +305,6 @@ class WeightedWindow(CountWindow):
     def _tensor(self, value: Any) -> Tensor:
         """Return ``value`` on the device for communication."""
         if isinstance(value, Tensor):
-            return value.to(self._device, torch.float64, copy=True)
+            return value.to(self._device, widest_float(self._device), copy=True)
         # torch.tensor() would copy from the host, and wait for an accelerator.
-        return torch.full((), value, dtype=torch.float64, device=self._device)
+        return torch.full((), value, dtype=widest_float(self._device), device=self._device)
