@@ -233,9 +233,11 @@ class CUDAGraph:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.calls: list[Any] = []
+        self.memory: object = object()
 
-    def pool(self) -> tuple[int, int]:
-        return (0, 0)
+    def pool(self) -> object:
+        """Return what stands for the graph's memory; graphs that share it return the same."""
+        return self.memory
 
     def replay(self) -> None:
         finish_uploads()
@@ -254,6 +256,10 @@ class CUDAGraph:
                         result.copy_(new_result)
 
 
+# The memory of each captured graph.
+pools: list[object] = []
+
+
 @contextlib.contextmanager
 def graph(
     cuda_graph: CUDAGraph,
@@ -264,6 +270,8 @@ def graph(
     """Record the operations of this context in a graph, and undo what they write."""
     global _capture
     _capture = cuda_graph.calls
+    cuda_graph.memory = pool or cuda_graph.memory
+    pools.append(cuda_graph.memory)
     _before_capture.clear()
     states = dict(_random_states)
     try:

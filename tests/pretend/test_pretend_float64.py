@@ -62,7 +62,8 @@ for device in ("cpu", "cuda"):
     )
     loader = build_loader(TensorDataset(tokens, tokens), batch_size=2)
     hooks = [LogHook(), SpikeGuardHook(), GradNormHook(), ThroughputHook(), LedgerHook(), Records()]
-    loop = EpochTrainLoop(loader, max_epochs=2, val_loop=ValLoop(loader, {"loss": MeanLoss()}), log_every_steps=2)
+    validation = ValLoop(loader, {"loss": MeanLoss()})
+    loop = EpochTrainLoop(loader, max_epochs=2, val_loop=validation, log_every_steps=2)
     loop.run(state, HookList(hooks))
     print(json.dumps([records["loss"], records["grad_norm"], metrics["loss"]]))
 """

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from inspect import getattr_static
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import distributed, nn
@@ -31,6 +32,7 @@ from ..steps.step import detached, parse_losses
 from ..steps.step_checks import has_custom_step
 from .capture import NotCompilableError, NotReadyError, first_line
 from .contract import find_obstacles
+from .cuda_graph import CudaGraph
 from .program import Compiler
 from .trace import GradientPlan
 from .variant import StepVariant, shared_buffers, update_like_programs
@@ -40,6 +42,8 @@ logger = logging.getLogger(__name__)
 # Number of eager accumulation windows before the first compiled one. The optimizer creates its
 # state in the first window; the others are timed.
 _EAGER_WINDOWS = 3
+# If no more variants can be compiled, drop existing ones after this many eager steps in a row.
+_UNUSED_STEPS = 100
 # If a model is trained with more optimizer wrappers than this, they are assumed to take turns.
 _MOST_OPTIM_WRAPPERS = 2
 # Number of times in a row that a step is found to be not ready, such as without optimizer state,
@@ -91,6 +95,8 @@ class CompiledStep:
         self.max_programs, self._min_steps = max_programs, min_steps
         self._allow_custom, self._backend = custom_optimizer, backend
         self.programs: list[StepVariant] = []
+        self._graphs: WeakSet[CudaGraph] = WeakSet()
+        self._moved_states: list[tuple[dict[str, Any], str]] = []
         self._optim_wrapper: Any = _NO_OPTIM_WRAPPER
         # If True, every step runs as usual.
         self._is_off = False
@@ -98,6 +104,8 @@ class CompiledStep:
         self._attempts, self._num_optim_wrappers = _ATTEMPTS, 0
         # If True, no more variants are compiled, but existing ones still run.
         self._compiles_no_more = False
+        # Number of eager steps since the last one of a program.
+        self._num_eager = 0
         self._clock = _Clock()
         # Steps per check of the model, and the number of steps that are left until the next check.
         self._block, self._left = 1, 0
@@ -150,6 +158,7 @@ class CompiledStep:
         if optim_wrapper is not self._optim_wrapper:
             require_optim_wrapper(optim_wrapper)
             self.programs.clear()
+            self._return_states()
             self._optim_wrapper = optim_wrapper
             self._num_optim_wrappers += 1
             self._left, self._device_type = 0, get_device(self._wrapper.module).type
@@ -198,10 +207,16 @@ class CompiledStep:
             if failure is not None:
                 self._refuse(failure)
                 self.programs.remove(variant)
+                self._return_states()
             elif self._block > 1 and variant.repeats(optim_wrapper) and only_moves(wrapper):
                 self._left = self._block - 1
             if logs is not None:
+                self._num_eager = 0
                 return logs
+        self._num_eager += 1
+        if self._compiles_no_more and self._num_eager > _UNUSED_STEPS:
+            self.programs.clear()
+            self._return_states()
         self._expect_changes()
         return self._step_eagerly(data, batch, optim_wrapper, plan.ranks)
 
@@ -266,8 +281,16 @@ class CompiledStep:
                 raise NotCompilableError(_SETTINGS_CHANGE)
             with self._clock.compiling(get_device(self._wrapper.module)):
                 compiler = Compiler(self._backend, self._clock.announce)
-                variant = StepVariant(self._wrapper, self._optim_wrapper, plan, batch, compiler)
+                variant = StepVariant(
+                    self._wrapper,
+                    self._optim_wrapper,
+                    plan,
+                    batch,
+                    compiler=compiler,
+                    graphs=self._graphs,
+                )
             self.programs.insert(0, variant)
+            self._moved_states += variant.moved_states
             self._attempts = _ATTEMPTS
             return variant
         except NotCompilableError as reason:
@@ -277,6 +300,17 @@ class CompiledStep:
             kind = type(error).__name__
             self._refuse(NotCompilableError(f"building it fails: {kind}: {first_line(error)}"))
         return None
+
+    def _return_states(self) -> None:
+        """Move numbers of the optimizer back to the CPU if no program uses them any more.
+
+        Eager optimizers read them for each parameter, which would wait for a GPU.
+        """
+        if not self.programs:
+            for state, name in self._moved_states:
+                if name in state:
+                    state[name] = state[name].cpu()
+            self._moved_states.clear()
 
     def _refuse(self, reason: Exception) -> None:
         self._attempts -= 1

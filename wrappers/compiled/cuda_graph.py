@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ class CudaGraph:
         num_given: number of inputs at the end of ``inputs`` that differ from call to call.
         changed: number of these given inputs that the program changes, which come first among them;
             they are copied back after each launch.
+        pool: the memory of another graph, which must not run at the same time; None for its own.
 
     Raises:
         NotCompilableError: the program does something that a graph cannot contain, such as waiting
@@ -32,7 +34,13 @@ class CudaGraph:
     """
 
     def __init__(
-        self, program: Program, inputs: Sequence[Tensor], num_given: int, changed: int
+        self,
+        program: Program,
+        inputs: Sequence[Tensor],
+        *,
+        num_given: int,
+        changed: int,
+        pool: Any = None,
     ) -> None:
         self._fixed, self._changed = len(inputs) - num_given, changed
         # Keeps the constants alive that the graph reads.
@@ -42,9 +50,16 @@ class CudaGraph:
         with (
             _side_stream(inputs[0].device) as stream,
             # Not "global", because other threads may pin memory during the capture.
-            torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(
+                self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            ),
         ):
             self._outputs = program([*inputs[: self._fixed], *self._copies])
+
+    @property
+    def pool(self) -> Any:
+        """The memory of the graph, for other graphs."""
+        return self._graph.pool()
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         varying = inputs[self._fixed :]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, distributed
@@ -46,8 +47,12 @@ class StepVariant:
         plan: how the step uses gradients.
         batch: a preprocessed batch.
         compiler: turns graphs into programs.
+        graphs: the CUDA graphs of the other variants. They run one after the other, so this one
+            uses their memory for its activations, and adds its graphs.
 
     Attributes:
+        moved_states: dicts of the optimizer's state with the names of numbers that were moved from
+            the CPU to the device.
         failure: why the last update ran in eager mode, or None. The variant must not be used
             again after a failure.
 
@@ -56,11 +61,18 @@ class StepVariant:
     """
 
     def __init__(
-        self, wrapper: Any, optim_wrapper: Any, plan: GradientPlan, batch: Any, compiler: Compiler
+        self,
+        wrapper: Any,
+        optim_wrapper: Any,
+        plan: GradientPlan,
+        batch: Any,
+        *,
+        compiler: Compiler,
+        graphs: WeakSet[CudaGraph],
     ) -> None:
         model: Any = wrapper.module
         self._model, self._optimizer = model, optim_wrapper.optimizer
-        self._clip, self._compiler = optim_wrapper.clip, compiler
+        self._clip, self._compiler, self._graphs = optim_wrapper.clip, compiler, graphs
         self._plan, self._group, self._device = plan, wrapper.data_group, get_device(model)
         captured = capture(model, batch)
         self._pick = batch_reader([where for kind, where in captured.reads if kind == "batch"])
@@ -71,7 +83,7 @@ class StepVariant:
         self._shared = shared_buffers(wrapper) if plan.ranks > 1 else []
         self.failure: NotCompilableError | None = None
         self._uses, self._verifier = 0, Verifier(model, self._optimizer, self._device)
-        with _state_on(self._device, step_tensors):
+        with _state_on(self._device, step_tensors) as self.moved_states:
             self._make(captured, optim_wrapper, batch)
             self._contract = Contract(wrapper, optim_wrapper, captured, batch)
         if not self._contract.holds(batch):
@@ -135,7 +147,11 @@ class StepVariant:
             return program
         num_held = len(tensors.held)
         warm_up(program, flat)
-        return CudaGraph(program, flat, num_given=num_held + len(tensors.batch), changed=num_held)
+        pool = next((graph.pool for graph in self._graphs), None)
+        num_given = num_held + len(tensors.batch)
+        graph = CudaGraph(program, flat, num_given=num_given, changed=num_held, pool=pool)
+        self._graphs.add(graph)
+        return graph
 
     def fits(self, plan: GradientPlan, batch: Any) -> bool:
         """Return whether this variant computes what the usual step would compute now."""
@@ -379,16 +395,20 @@ def _sum_over_ranks(tensors: Iterable[Tensor], group: Any) -> None:
 
 
 @contextmanager
-def _state_on(device: torch.device, step_tensors: StepTensors) -> Iterator[None]:
+def _state_on(
+    device: torch.device, step_tensors: StepTensors
+) -> Iterator[list[tuple[dict[str, Any], str]]]:
     """Move the optimizer's state, such as step counts on the CPU, to ``device``.
 
-    After an error in this context it is moved back.
+    After an error in this context it is moved back. The context gives each dict of the state with
+    the name of a tensor that was moved from the CPU.
     """
     before = [(state, name, state[name]) for _, name, state in step_tensors.states()]
     try:
         for state, name, value in before:
             state[name] = value.to(device)
-        yield
+        is_moved = device.type != "cpu"
+        yield [(state, name) for state, name, value in before if is_moved and value.is_cpu]
     except BaseException:
         for state, name, value in before:
             state[name] = value
