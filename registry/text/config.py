@@ -236,8 +236,6 @@ def _apply(values: dict[str, Any], origins: dict[str, str], text: str) -> None:
             f"if it is text, put it in quotes: '{shortened(dotted)}=\"{shortened(value_text)}\"'"
         )
         raise ConfigError([Problem(dotted, message, origin)]) from error
-    for stale in [key for key in origins if key.startswith(f"{dotted}.")]:
-        del origins[stale]
     origins.update(own_origins)
     section: Any = values
     for at in range(len(path) - 1):
@@ -247,7 +245,13 @@ def _apply(values: dict[str, Any], origins: dict[str, str], text: str) -> None:
             section[name] = {}
             origins[".".join(path[: at + 1])] = origin
         section = section[name]
-    section[_resolve_key(section, path, len(path) - 1, origins)] = merge(None, value)
+    key = _resolve_key(section, path, len(path) - 1, origins)
+    replaced = section.get(key) if isinstance(section, dict) else section[key]
+    for below, _ in walk(replaced):
+        stale = ".".join((*path, *map(str, below)))
+        if stale not in own_origins:
+            origins.pop(stale, None)
+    section[key] = merge(None, value)
 
 
 def _resolve_key(
