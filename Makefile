@@ -10,7 +10,7 @@ TEST_EXTRAS := $(DEMO_EXTRAS),docs,lightning,mmengine,mlflow,peft,sweep,tensorbo
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo docs test test-all test-nightly test-pretend test-torch test-vision test-lightning-versions check mutate parity \
+.PHONY: demo docs test test-all test-nightly test-pretend test-gpu test-torch test-vision test-lightning-versions check mutate parity \
 	bench bench-peers format types-link clean
 
 demo: $(DEMO_READY)
@@ -32,6 +32,12 @@ test test-all test-nightly: $(READY) types-link
 test-pretend: $(READY)
 	$(BIN)/python tests/pretend/pretend_build.py
 	PRETEND_CUDA=2 PYTHONPATH=$(CURDIR)/tests/pretend/site $(BIN)/python -m pytest -m "gpu or pretend"
+
+# On a machine with GPUs: run everything that needs one in stages, and write a report with a verdict,
+# build/gpu-check.txt. GPU_CHECK passes options such as "--only wrappers loops". The environment needs
+# torch with CUDA: docs/install.md.
+test-gpu: $(READY)
+	$(BIN)/python tests/gpu_check.py $(GPU_CHECK)
 
 # Run the tests of `test` with another release of torch in a fresh environment; `SELECTED=` adds the
 # slow and nightly tests. Other versions are pinned, except setuptools, which some releases of torch limit.

@@ -22,6 +22,8 @@ from ..unwrap import plain_name, user_model
 from .gates import NO_GATE, Gate
 from .optimizer_fit import align_fused_state, check_fused_gradients
 
+# Number of elements that are converted to fp64 at a time.
+_BLOCK = 2**16
 _ADVICE = (
     "Only the first backward after a call of the wrapper or, under separate, of a child averages "
     "gradients: the forward must run through wrapper(...), or self(...) in its train_step. A "
@@ -318,7 +320,12 @@ def _digest(gradient: Tensor | None) -> Tensor:
     flat = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
     middle = len(flat) // 2
     subsets = (flat[:middle], flat[middle:], flat[::2])
+    sums = [_wide_sum(subset) for subset in subsets]
+    return torch.stack([_wide_sum(flat, power=2).sqrt(), *sums]).cpu().double()
+
+
+def _wide_sum(flat: Tensor, power: int = 1) -> Tensor:
+    """Return the sum of a power of all elements in fp64, without a copy of all of them in fp64."""
     dtype = widest_float(flat.device)
-    sums = [subset.sum(dtype=dtype) for subset in subsets]
-    norm = torch.linalg.vector_norm(flat, dtype=dtype)
-    return torch.stack([norm, *sums]).cpu().double()
+    blocks = (block.to(dtype) for block in flat.split(_BLOCK))
+    return torch.stack([block.pow(power).sum() for block in blocks]).sum()
