@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -219,7 +220,8 @@ def test_an_error_inside_a_step_is_not_reported_as_saved(
     assert saved_steps(tmp_path) == []
     path = tmp_path / "checkpoints" / "incomplete_step_00000002"
     assert path.is_dir()
-    assert f"saved {path} after the error; a run resumed from it draws" in caplog.text
+    assert f"saved {path} after the error" in caplog.text
+    assert "other random numbers" in caplog.text
     assert "saved checkpoint" not in caplog.text
 
 
@@ -301,7 +303,7 @@ def test_an_error_while_saving_after_an_error_is_logged(
     hooks = [CheckpointHook(), at_step_3(_file_for_checkpoints), failing(OSError("disk"), step=3)]
     with pytest.raises(OSError, match="disk"):
         train(new_state(run_dir=tmp_path), hooks)
-    assert "could not save a checkpoint after the error" in caplog.text
+    assert "could not save a checkpoint" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -382,4 +384,4 @@ def test_weights_that_are_not_finite_are_not_saved(
     hook = CheckpointHook(every_steps=1, keep_last=2)
     train(new_state(run_dir=tmp_path), [at_step_3(poison), hook], epochs=1)
     assert saved_steps(tmp_path) == [2, 1]
-    assert "step 3 is not saved, because parameter " in caplog.text
+    assert re.search("step 3 is not saved, .*parameter ", caplog.text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def test_training_stops_with_a_reason() -> None:
     state = train(new_state(lr=0.0), [EarlyStopHook("error", patience=2)], epochs=9)
     assert state.epoch == 3
     assert state.stop_reason.startswith("error was lowest at ")
-    assert state.stop_reason.endswith("(step 4) and has not improved in 2 validations (patience 2)")
+    assert re.search(r"\(step 4\) .*not improved in 2 .*\(patience 2\)$", state.stop_reason)
 
 
 @pytest.mark.parametrize(
@@ -178,14 +179,14 @@ def test_a_resume_of_a_run_that_was_stopped_does_not_train() -> None:
     second = EarlyStopHook("error", patience=2)
     second.load_state_dict(stopped_hook.state_dict())
     assert train(state, [second], epochs=9).epoch == 3
-    assert state.stop_reason.endswith("has not improved in 2 validations (patience 2)")
+    assert re.search(r"not improved in 2 .*\(patience 2\)$", state.stop_reason)
     patient = EarlyStopHook("error", patience=4)
     patient.load_state_dict(stopped_hook.state_dict())
     assert train(state, [patient], epochs=9).epoch == 5
 
 
 def test_several_metrics_are_refused() -> None:
-    with pytest.raises(TypeError, match="EarlyStopHook: metric must be the name of one metric"):
+    with pytest.raises(TypeError, match="EarlyStopHook: metric must .*one metric"):
         EarlyStopHook(["accuracy", "loss"], 1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="CheckpointHook: keep_best must be the name of one metric"):
+    with pytest.raises(TypeError, match="CheckpointHook: keep_best must .*one metric"):
         CheckpointHook(keep_best=["accuracy", "loss"])  # type: ignore[arg-type]

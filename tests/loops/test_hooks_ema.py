@@ -202,7 +202,7 @@ def test_an_average_of_another_model_is_refused() -> None:
 def test_settings_out_of_range() -> None:
     with pytest.raises(ValueError, match=r"decay must be within \[0, 1\), got 1.0"):
         EMAHook(decay=1.0)
-    with pytest.raises(ValueError, match="every_steps must be a whole number >= 1, got 0"):
+    with pytest.raises(ValueError, match="every_steps must .*>= 1, got 0"):
         EMAHook(every_steps=0)
 
 

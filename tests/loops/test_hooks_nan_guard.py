@@ -83,7 +83,7 @@ def test_a_bad_loss_is_allowed_if_the_scaler_skips_its_update() -> None:
     state.optim_wrapper = AmpOptimWrapper(optimizer, dtype="float16", device="cpu")
     train(state, [NanGuardHook(), PoisonHook(step=3)], log_every_steps=1)
     assert state.step == 8
-    with pytest.raises(NonFiniteError, match="loss is nan at step 3 on rank 0; lower"):
+    with pytest.raises(NonFiniteError, match="loss.* nan .*step 3 .*rank 0; lower"):
         train(new_state(), [NanGuardHook(check="loss"), PoisonHook(step=3)], log_every_steps=1)
 
 
@@ -98,14 +98,14 @@ def test_a_bad_complex_parameter_is_named() -> None:
     net = WithSpare(3, 1)
     net.spare = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     poison = PoisonHook(step=4, param="net.spare")
-    with pytest.raises(NonFiniteError, match=r"parameter 'net.spare' has 1 of 2 values not finite"):
+    with pytest.raises(NonFiniteError, match=r"parameter 'net\.spare' .*1 of 2 .*not finite"):
         train(new_state(net=net), [NanGuardHook(check="all"), poison])
 
 
 def test_a_bad_log_value_is_named() -> None:
     bad = on(collect_logs=lambda state, scalars: scalars.update(ratio=float("inf")))
     train(new_state(), [NanGuardHook(check="loss"), bad])
-    with pytest.raises(NonFiniteError, match="ratio is inf at step 2 on rank 0"):
+    with pytest.raises(NonFiniteError, match="ratio is inf .*step 2 .*rank 0"):
         train(new_state(), [NanGuardHook(check="all"), bad])
 
 
@@ -170,7 +170,7 @@ def test_settings_out_of_range(settings: dict[str, Any], text: str) -> None:
 def test_a_check_each_pass_comes_before_its_checkpoint(tmp_path: Path) -> None:
     state = new_state(run_dir=tmp_path)
     hooks: list[Hook] = [NanGuardHook(every_epochs=2), CheckpointHook(), PoisonHook(step=2)]
-    with pytest.raises(NonFiniteError, match="loss is nan at step 2 on rank 0"):
+    with pytest.raises(NonFiniteError, match="loss is nan .*step 2 .*rank 0"):
         train(state, hooks, epochs=3)
     assert (state.step, state.epoch) == (8, 2)
     assert not (tmp_path / "checkpoints" / "step_00000008").exists()
@@ -178,7 +178,7 @@ def test_a_check_each_pass_comes_before_its_checkpoint(tmp_path: Path) -> None:
 
 def test_a_check_by_the_clock() -> None:
     state = new_state()
-    with pytest.raises(NonFiniteError, match="loss is nan at step 1 on rank 0"):
+    with pytest.raises(NonFiniteError, match="loss is nan .*step 1 .*rank 0"):
         train(state, [NanGuardHook(every_secs=1e-9), slow(0.06), PoisonHook(step=1)], epochs=1)
 
 
@@ -190,7 +190,7 @@ def test_a_model_without_a_wrapper() -> None:
     guard.collect_logs(state, scalars)
     expected = torch.cat([p.flatten() for p in state.model.parameters()]).norm().item()
     assert float(scalars["param_norm"]) == pytest.approx(expected)
-    with pytest.raises(NonFiniteError, match="parameter 'bias' has 1 of 1 values not finite"):
+    with pytest.raises(NonFiniteError, match="parameter 'bias' .*1 of 1 .*not finite"):
         guard.on_update(LoopState(model=model, step=1))
 
 

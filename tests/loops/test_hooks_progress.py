@@ -326,7 +326,7 @@ def test_lines_on_a_dumb_terminal(terminal: Terminal, monkeypatch: pytest.Monkey
 def test_the_reason_for_stopping_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     state = new_state(lr=0.0)
     train(state, [ProgressHook(), EarlyStopHook("error", patience=1)], epochs=5)
-    assert "stopped at step 8: error was lowest at" in capsys.readouterr().out
+    assert re.search("stopped at step 8: error .*lowest", capsys.readouterr().out)
 
 
 def test_an_evaluation_alone_is_shown(terminal: Terminal) -> None:
@@ -348,19 +348,19 @@ def test_limits_of_the_speed_are_shown_once(
     with terminal:
         train(new_state(), [on(collect_logs=limit), ProgressHook(refresh_s=1e-6)])
     screens = terminal.screens()
-    slow = "rank 2 limits the speed: the others wait for it {}% of the time"
-    assert panels(screens)[-1][-2:] == [
-        slow.format(20),
-        "on rank 2, loading data takes 50% of the time",
+    facts = re.compile(r"rank 2 limits|rank 2, loading|\d+%").findall
+    assert [facts(row) for row in panels(screens)[-1][-2:]] == [
+        ["rank 2 limits", "20%"],
+        ["rank 2, loading", "50%"],
     ]
-    assert [row for row in read_log(screens) if "rank 2" in row] == [
-        slow.format(30),
-        "on rank 2, loading data takes 50% of the time",
-        slow.format(60),
+    assert [facts(row) for row in read_log(screens) if "rank 2" in row] == [
+        ["rank 2 limits", "30%"],
+        ["rank 2, loading", "50%"],
+        ["rank 2 limits", "60%"],
     ]
     shares = iter([0.3, 0.2])
     train(new_state(), [on(collect_logs=limit), ProgressHook()], epochs=1)
-    assert capsys.readouterr().out.count(slow.format(30)) == 1
+    assert len(re.findall("rank 2 limits .*30%", capsys.readouterr().out)) == 1
 
 
 def test_a_notebook_shows_the_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_plateau_needs_a_metric_that_exists() -> None:
     plateau = ReduceLROnPlateau(get_optimizer(state))
     with pytest.raises(ValueError, match="ReduceLROnPlateau needs `metric`"):
         SchedulerHook([(plateau, "epoch")])
-    with pytest.raises(ValueError, match="got 'acc'; the last evaluation computed: error"):
+    with pytest.raises(ValueError, match="got 'acc'; .*computed: error"):
         train(state, [SchedulerHook([(plateau, "epoch")], metric="acc")])
 
 
@@ -288,9 +288,7 @@ def test_a_schedule_that_counts_batches_needs_the_same_window() -> None:
 
 def test_the_unit_is_checked() -> None:
     scheduler = StepLR(get_optimizer(new_state()), 1)
-    with pytest.raises(
-        ValueError, match="StepLR: by must be 'batch', 'step' or 'epoch', got 'pass'"
-    ):
+    with pytest.raises(ValueError, match="StepLR: by .*'batch', 'step' or 'epoch', got 'pass'"):
         SchedulerHook([(scheduler, "pass")])  # type: ignore[list-item]
 
 

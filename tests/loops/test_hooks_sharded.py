@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -144,7 +145,8 @@ def _guarded(kind: str) -> str:
 def test_a_bad_part_is_named_with_its_rank(kind: str) -> None:
     rank_0, second = run_ranks(_guarded, 2, kind)
     assert rank_0 == second
-    assert "parameter 'net.0.weight' has 1 of 1024 values not finite at step 1 on rank 1" in rank_0
+    assert re.search(r"'net\.0\.weight' .*1 of 1024 .*not finite", rank_0)
+    assert "at step 1 on rank 1" in rank_0
 
 
 def _averages_are_parts() -> list[bool]:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import random
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,9 @@ def test_logs_hold_the_steps_that_were_made(tmp_path: Path, caplog: Any) -> None
     losses = [record["loss"] for step, record in records.items() if step != 9]
     assert all(map(math.isfinite, losses))
     skips = [message for message in caplog.messages if message.startswith("skipped step")]
-    assert skips[0] == "skipped step 7: loss nan on rank 0, grad_norm nan on rank 0"
+    assert "step 7: loss nan" in skips[0]
+    assert "grad_norm nan" in skips[0]
+    assert skips[0].count("rank 0") == 2
     assert len(skips) == 4
 
 
@@ -222,7 +225,7 @@ def test_without_an_earlier_checkpoint_only_the_step_is_skipped(caplog: Any) -> 
     wild = {sample_at(12, 0, 1): math.nan}
     train(make_state(), Spiky(80, wild), [SpikeGuardHook(before=4), noted])
     assert noted.steps == [12]
-    assert "there is no checkpoint before step 8 to go back to" in caplog.messages
+    assert "no checkpoint before step 8" in caplog.text
 
 
 def test_too_many_in_a_row_are_an_error() -> None:
@@ -242,7 +245,9 @@ def test_too_many_in_a_row_are_an_error_on_every_rank(tmp_path: Path) -> None:
         run_ranks(raise_on_all, 2, tmp_path)
     reports = caught.value.reports
     assert sorted(reports) == [0, 1]
-    assert all("SpikeError: at most 2 outliers in a row" in text for text in reports.values())
+    assert all(
+        re.search("SpikeError: .*2 outliers .*max_in_row", text) for text in reports.values()
+    )
     assert all("loss nan on rank 1" in text for text in reports.values())
 
 
@@ -271,7 +276,5 @@ def test_mistakes_are_named(wrong: dict[str, Any], message: str) -> None:
 def test_an_optimizer_with_a_closure_cannot_be_guarded() -> None:
     state = make_state()
     state.optim_wrapper = OptimWrapper(torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
-    with pytest.raises(
-        TypeError, match=r"needs one OptimWrapper.* got LBFGS; use train.skip_steps"
-    ):
+    with pytest.raises(TypeError, match=r"one OptimWrapper.* got LBFGS; .*train\.skip_steps"):
         train(state, Spiky(20), [SpikeGuardHook()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,7 +190,7 @@ def test_changes_by_hooks_take_effect(
 ) -> None:
     caplog.set_level(logging.WARNING, "stepwrap")
     assert_same_runs(tmp_path, Thaw(event, 12), loop="steps")
-    assert ("has no effect: Thaw acts at each step" in caplog.text) is (event == "on_update")
+    assert ("has no effect: Thaw" in caplog.text) is (event == "on_update")
 
 
 def test_a_step_that_is_not_compiled_gains_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -199,17 +200,13 @@ def test_a_step_that_is_not_compiled_gains_nothing(caplog: pytest.LogCaptureFixt
         EpochTrainLoop(make_loader(), max_epochs=2).run(state, HookList([StepBlocksHook(steps)]))
         weights.append(get_weights(state))
     assert_identical(*weights)
-    lines = [
-        record.getMessage() for record in caplog.records if "StepBlocksHook" in record.getMessage()
-    ]
-    assert lines == [
-        "StepBlocksHook has no effect: the training step is not compiled (compile: step)"
-    ]
+    (line,) = (message for message in caplog.messages if "StepBlocksHook" in message)
+    assert re.search("no effect: .*compile: step", line)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, "32", 1.5])
 def test_wrong_values(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"StepBlocksHook: steps must be a whole number >= 1, got"):
+    with pytest.raises(ValueError, match="StepBlocksHook: steps must .*>= 1, got"):
         StepBlocksHook(wrong)
 
 

@@ -206,13 +206,13 @@ def test_a_test_alone_uses_the_average_and_its_statistics(tmp_path: Path) -> Non
 
 def test_invalid_settings() -> None:
     for wrong in ({}, {"from_epoch": 1, "from_step": 1}):
-        with pytest.raises(ValueError, match="requires from_epoch or from_step, and only one"):
+        with pytest.raises(ValueError, match="from_epoch or from_step, .*only one"):
             SWAHook(**wrong)
-    with pytest.raises(ValueError, match="every must be a whole number >= 1, got 0"):
+    with pytest.raises(ValueError, match="every must .*>= 1, got 0"):
         SWAHook(from_epoch=1, every=0)
     swa, ema, state = SWAHook(from_epoch=1), EMAHook(), new_state()
     state.stateful |= {"hooks.ema": ema, "hooks.swa": swa}
-    with pytest.raises(ValueError, match=r"one average only, got hooks.ema, hooks.swa"):
+    with pytest.raises(ValueError, match=r"one average only, .*hooks\.ema, hooks\.swa"):
         train(state, [swa, ema])
 
 
@@ -225,7 +225,7 @@ def test_a_stream_cannot_be_read_twice_for_batchnorm() -> None:
             return 16
 
     stream = build_loader(Stream(), batch_size=4)
-    with pytest.raises(ValueError, match="readable a second time, but DataLoader .*update_bn"):
+    with pytest.raises(ValueError, match="a second time, .*DataLoader .*update_bn"):
         train(new_state(net=normed()), [SWAHook(from_epoch=1)], dataloader=stream)
     train(new_state(net=normed()), [SWAHook(from_epoch=1, update_bn=False)], dataloader=stream)
 

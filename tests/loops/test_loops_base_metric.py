@@ -129,7 +129,7 @@ def test_add_gets_the_arguments_of_update() -> None:
     feed_metrics({"pairs": pairs}, [1, 2], "batch")
     feed_metrics({"pairs": pairs}, {"outputs": [3], "batch": "b", "other": 0}, None)
     assert pairs.compute() == [([1, 2], "batch"), ([3], "b")]
-    with pytest.raises(ValueError, match=r"metrics.correct: Correct needs preds, target, but") as e:
+    with pytest.raises(ValueError, match=r"metrics\.correct: Correct needs preds, target") as e:
         feed_metrics({"correct": Correct()}, {"preds": 1}, None)
     assert "target missing" in str(e.value)
 

@@ -114,13 +114,13 @@ def test_latest_and_best_are_found_from_the_folders(tmp_path: Path) -> None:
 def test_a_missing_file_or_an_unreadable_description_is_damage(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, make_state())
     (path / "optim.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"none of .* can be read: .*optim\.pt: No such file"):
+    with pytest.raises(CheckpointError, match=r"none .*optim\.pt: No such file"):
         find_checkpoint(tmp_path)
     assert find_checkpoint(tmp_path, "best") is None
     with pytest.raises(CheckpointError, match=r"damaged: optim\.pt"):
         load_checkpoint(path).restore(make_state())
     (path / "checkpoint.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"none of .* can be read: .*checkpoint\.json"):
+    with pytest.raises(CheckpointError, match=r"none of .*checkpoint\.json"):
         find_checkpoint(tmp_path)
 
 
@@ -194,9 +194,7 @@ def test_the_models_extra_state_can_be_loaded_or_is_refused(tmp_path: Path) -> N
     other = vocabulary_state(None)
     load_checkpoint(path).restore(other)
     assert other.model.module.words == ["a", 2.0]
-    with pytest.raises(
-        CheckpointError, match=r"got a numpy\.ndarray in model: _extra_state\.words"
-    ):
+    with pytest.raises(CheckpointError, match=r"numpy\.ndarray in model: _extra_state\.words"):
         save_checkpoint(tmp_path, vocabulary_state(np.arange(3)))
 
 
@@ -261,7 +259,7 @@ def test_one_weight_cannot_get_two_values(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, get_state(Pair(is_tied=False)))
     tied = Pair(is_tied=True)
     before = tied.first.weight.clone()
-    with pytest.raises(CheckpointError, match="second.weight: is the same weight as first.weight"):
+    with pytest.raises(CheckpointError, match=r"second\.weight: .*same weight as first\.weight"):
         load_checkpoint(path).load_model(tied)
     assert torch.equal(tied.first.weight, before)
     # The values of one tied weight are equal.
@@ -340,8 +338,8 @@ def test_a_model_that_does_not_fit_is_explained(tmp_path: Path) -> None:
         load_checkpoint(path).restore(get_state(target))
     text = str(caught.value)
     assert "does not fit Net" in text
-    assert "body.weight: shape (3, 2) in the checkpoint, (4, 2) in the model" in text
-    assert "head_new.weight: missing in the checkpoint (the checkpoint has head_old.weight)" in text
+    assert re.search(r"body\.weight: .*\(3, 2\) .*checkpoint, \(4, 2\) .*model", text)
+    assert re.search(r"head_new\.weight: missing .*checkpoint has head_old\.weight", text)
     assert "head_old.bias: not in the model" in text
     assert torch.equal(target.body.weight, before)
 
@@ -366,7 +364,7 @@ def test_an_optimizer_that_does_not_fit_is_explained(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, make_state())
     other = make_state()
     other.optim_wrapper = OptimWrapper(torch.optim.Adam(other.model.parameters()))
-    with pytest.raises(CheckpointError, match="does not fit this run's optimizer"):
+    with pytest.raises(CheckpointError, match="does not fit .*optimizer"):
         load_checkpoint(path).restore(other)
 
 
@@ -471,8 +469,8 @@ def test_a_file_above_the_limit_is_named(tmp_path: Path) -> None:
     with largest_file(50_000), pytest.raises(CheckpointError) as error:
         save_checkpoint(tmp_path, state)
     text = str(error.value)
-    assert "model.pt would be larger than the 0.05 MB" in text
-    assert "the files of the checkpoint need 0.17" in text
+    assert re.search(r"model\.pt .*larger than .*0\.05 MB", text)
+    assert "checkpoint need 0.17" in text
     assert "ulimit -f" in text
     assert not list(tmp_path.iterdir())
     save_checkpoint(tmp_path, state)
@@ -497,7 +495,7 @@ def test_a_full_disk_is_reported_with_the_space_that_is_needed(small_disk: Path)
     with pytest.raises(CheckpointError) as error:
         save_checkpoint(small_disk / "checkpoints", state)
     text = str(error.value)
-    assert f"no space is left on the file system at {small_disk}" in text
+    assert re.search(f"no space .* at {small_disk}", text)
     needed, free = map(float, re.findall(r"([\d.]+) MB", text))
     assert 0.09 < needed < 0.11
     assert free < needed
@@ -530,6 +528,6 @@ def _saved_slowly(folder: Path) -> str:
 def test_a_sync_that_takes_longer_than_the_timeout_names_the_setting(tmp_path: Path) -> None:
     texts = run_ranks(_saved_slowly, 2, tmp_path / "checkpoints", group_timeout_s=2.0)
     assert "saving the checkpoint of step" in texts[1]
-    assert "may still be reading, writing or syncing files" in texts[1]
+    assert "reading, writing or syncing" in texts[1]
     assert "increase this setting" in texts[1]
     assert "launch.timeout_s" in texts[1]

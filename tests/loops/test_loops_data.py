@@ -199,7 +199,7 @@ class Stream(IterableDataset[int]):
 def test_iterable_data_sets_load_but_do_not_shuffle() -> None:
     loader = build_loader(Stream(), batch_size=2)
     assert [batch.tolist() for batch in batches_from(loader, 0)] == [[0, 1], [2, 3], [4]]
-    with pytest.raises(ValueError, match="shuffle must be false for Stream"):
+    with pytest.raises(ValueError, match="shuffle must .*false for Stream"):
         build_loader(Stream(), batch_size=2, shuffle=True)
 
 
@@ -232,9 +232,7 @@ def test_loader_options_pass_through_and_unknown_ones_do_not() -> None:
     assert loader.pin_memory == torch.cuda.is_available()
     with pytest.raises(TypeError, match="pass seed, not generator"):
         build_loader(Noisy(4), batch_size=2, generator=torch.Generator())
-    with pytest.raises(
-        TypeError, match=r"takes no sampler: pass shuffle and seed, or .*DataLoader"
-    ):
+    with pytest.raises(TypeError, match="no sampler: .*shuffle and seed.*DataLoader"):
         build_loader(Noisy(4), batch_size=2, sampler=Counting())
     with pytest.raises(TypeError, match="takes no collate_fn: pass collate"):
         build_loader(Noisy(4), batch_size=2, collate_fn=len)

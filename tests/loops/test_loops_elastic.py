@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +119,14 @@ def _refused(folder: Path, **options: Any) -> str:
 def test_an_impossible_share_is_an_error_that_lists_the_alternatives(tmp_path: Path) -> None:
     _stages("ddp", tmp_path / "a", [(2, 2, 4)], samples=40, accumulate=1)
     for message in run_ranks(_refused, 3, tmp_path / "a", samples=40, batch_size=4, accumulate=1):
-        assert "an update of this run has 8 samples, which 3 ranks with batch_size 4" in message
+        assert re.search("has 8 samples, .*3 ranks .*batch_size 4", message)
         assert "1, 2, 4, 8 as the number of ranks" in message
         assert "optim_wrapper.loss_weight: samples" in message
     # With 3 batches in a pass, windows of 2 cross its end, so their length must stay.
     _stages("ddp", tmp_path / "b", [(2, 2, 4)], samples=24, accumulate=2)
     (message,) = run_ranks(_refused, 1, tmp_path / "b", samples=24, batch_size=4, accumulate=2)
     assert "in 2 batches of each rank" in message
-    assert "2, 4, 8 as the number of ranks; or batch_size >= 8 with 1" in message
+    assert re.search("2, 4, 8 .*ranks; .*batch_size >= 8 with 1", message)
 
 
 def test_another_batch_size_keeps_the_global_batch(tmp_path: Path) -> None:

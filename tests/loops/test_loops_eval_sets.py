@@ -128,7 +128,7 @@ def test_a_model_without_heads_is_named() -> None:
     loop = ValLoop(
         build_loader(data(4), batch_size=2), {"one": MetricInputs(MeanSquaredError(), head="far")}
     )
-    with pytest.raises(MetricInputsError, match="requires predictions by head, but preds is float"):
+    with pytest.raises(MetricInputsError, match="by head, .*preds is float"):
         loop.run(new_state(), HookList())
 
 
@@ -139,7 +139,7 @@ def test_a_transform_of_outputs_without_names_gets_them() -> None:
 
 def test_loops_of_two_kinds_are_refused() -> None:
     loader = build_loader(data(4), batch_size=2)
-    with pytest.raises(ValueError, match="loops of one kind, such as ValLoop, got ValLoop, TestLo"):
+    with pytest.raises(ValueError, match="one kind, .*got ValLoop, TestLoop"):
         EvalSets({"a": ValLoop(loader), "b": TestLoop(loader)})
     with pytest.raises(ValueError, match="got none"):
         EvalSets({})

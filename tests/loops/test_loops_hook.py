@@ -21,7 +21,7 @@ def test_an_unknown_event_is_refused(name: str) -> None:
 
 
 def test_the_error_says_how_to_name_a_helper() -> None:
-    with pytest.raises(TypeError, match=r"reserved for events.* such as _on_saved"):
+    with pytest.raises(TypeError, match="reserved for events.* _on_saved"):
         type("Mine", (Hook,), {"on_saved": staticmethod(print)})
 
 
@@ -106,7 +106,7 @@ def test_any_object_with_events_listens() -> None:
 
 
 def test_an_object_without_events_is_refused() -> None:
-    with pytest.raises(TypeError, match="Path.* without any; the events are on_run_st"):
+    with pytest.raises(TypeError, match="Path.* without any; .*on_run_start"):
         HookList([Path()])
     almost = type("Almost", (), {"on_update": print, "on_epoch_ended": print})
     with pytest.raises(TypeError, match=r"Almost\.on_epoch_ended would never.*mean on_epoch_end"):

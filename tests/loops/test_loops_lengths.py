@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,8 @@ def test_the_last_window_has_the_mean_of_its_batches(
     assert (get_weights(state)["net.weight"] - plain_weights(epochs)).abs().max() < 1e-14
     assert state.step == -(-BATCHES * epochs // WINDOW)
     # Said once, and not in each pass.
-    assert caplog.text.count("11 batches in this pass, but states") == (stated in (9, 14))
+    warnings = re.findall(f"11 batches .*states {stated}:", caplog.text)
+    assert len(warnings) == (stated in (9, 14))
     assert state.max_steps == (state.step if stated == BATCHES else None)
 
 
@@ -167,7 +169,8 @@ def _train_apart(counts: tuple[int, ...]) -> tuple[str, int]:
 
 def test_ranks_that_run_out_before_the_stated_length_are_named_at_once() -> None:
     for text, steps in run_ranks(_train_apart, 3, (5, 3, 5)):
-        assert "rank 1 ran out after 3 batches in epoch 1, and ranks 0, 2 did not" in text
+        assert re.search("rank 1 ran out .*3 batches .*epoch 1", text)
+        assert "ranks 0, 2 did not" in text
         assert steps == 3
 
 

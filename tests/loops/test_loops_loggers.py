@@ -156,9 +156,9 @@ def test_mistakes_in_media_name_the_allowed_values(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"1, 3 or 4 channels; got the shape \(4, 4, 2\)"):
         state.log_image("x", np.zeros((4, 4, 2)))
     for name in ("../x", "/x", "", "a//b", "a/../b"):
-        with pytest.raises(ValueError, match="the name of the text must consist of letters"):
+        with pytest.raises(ValueError, match="name of the text .*letters"):
             state.log_text(name, "a")
-    with pytest.raises(TypeError, match="log_figure needs a matplotlib figure, got int"):
+    with pytest.raises(TypeError, match="log_figure needs .*figure, got int"):
         state.log_figure("x", 3)
 
 
@@ -217,7 +217,7 @@ def test_mlflow_has_settings_scalars_and_media_and_a_resume_continues_its_run(
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow_without_the_stored_run_names_a_remedy(tmp_path: Path, mlflow_uri: str) -> None:
     (tmp_path / "mlflow_id.txt").write_text("0" * 32)
-    with pytest.raises(ValueError, match=r"mlflow_id.txt names a run that cannot be continued"):
+    with pytest.raises(ValueError, match=r"mlflow_id\.txt .*cannot be continued"):
         train(resume_at_4(tmp_path), [MLflowHook(tracking_uri=mlflow_uri)])
 
 
@@ -244,7 +244,7 @@ def test_wandb_offline_has_settings_scalars_and_media(tmp_path: Path) -> None:
 
 def test_an_unknown_mode_of_wandb() -> None:
     pytest.importorskip("wandb")
-    with pytest.raises(ValueError, match="mode must be online, offline or disabled, got 'off'"):
+    with pytest.raises(ValueError, match="mode .*online, offline or disabled, got 'off'"):
         WandbHook(mode="off")
 
 

@@ -218,7 +218,7 @@ def test_what_does_not_fit_is_listed(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert net.c.weight not in states
     train(state, range(2))
     state, _ = grouped("abc", ["ab", "c"])
-    with pytest.raises(CheckpointError, match=r"no parameter of the group of 'net\.c\.weight'"):
+    with pytest.raises(CheckpointError, match=r"no parameter .*group of 'net\.c\.weight'"):
         load_checkpoint(path).restore(state)
 
 
@@ -254,7 +254,7 @@ def test_a_checkpoint_without_names_is_refused_if_they_are_unknown(tmp_path: Pat
     path = strip_names(save_checkpoint(tmp_path, state))
     for order, groups in (("abc", ["c", "ab"]), ("cab", ["ba", "c"])):
         state, _ = grouped(order, groups)
-        with pytest.raises(CheckpointError, match="version that did not store the names"):
+        with pytest.raises(CheckpointError, match="not store the names"):
             load_checkpoint(path).restore(state)
 
 

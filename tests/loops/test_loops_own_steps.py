@@ -98,7 +98,7 @@ def test_logged_values_of_a_wrong_type_are_named(value: Any) -> None:
         def train_step(self, data: Any, optim_wrapper: Any) -> Any:
             return {**super().train_step(data, optim_wrapper), "note": value}
 
-    with pytest.raises(TypeError, match="must return numbers or tensors to log, got note="):
+    with pytest.raises(TypeError, match="numbers or tensors .*got note="):
         train(Wordy, 1)
 
 
@@ -119,7 +119,7 @@ def test_gradients_from_before_the_training_do_not_enter_it(
         EpochTrainLoop(make_loader(), max_epochs=1).run(state, HookList([]))
     assert_identical(*map(get_weights, states))
     assert "4 parameters (module.net.0.weight, " in caplog.text
-    assert "had gradients before the first batch" in caplog.text
+    assert "gradients before the first batch" in caplog.text
 
 
 class Attacked(SingleDevice):

@@ -51,5 +51,5 @@ def test_it_resumes_from_its_state() -> None:
 
 
 def test_a_schedule_of_no_steps() -> None:
-    with pytest.raises(ValueError, match="total_iters must be a whole number >= 1, got 0"):
+    with pytest.raises(ValueError, match="total_iters must .*>= 1, got 0"):
         PolyLR(two_groups(), 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,7 @@ def _predict_stream(path: Path) -> None:
 
 
 def test_streams_on_several_ranks_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RanksError, match="predictions of several ranks need a loader of build_loa"):
+    with pytest.raises(RanksError, match="several ranks need .*build_loader"):
         run_ranks(_predict_stream, 2, tmp_path / "predictions.jsonl")
 
 
@@ -180,7 +181,7 @@ def test_unknown_formats(name: str, message: str, tmp_path: Path) -> None:
 def test_an_existing_file_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "predictions.jsonl"
     path.write_text("mine")
-    with pytest.raises(FileExistsError, match="need a new file, and .* exists"):
+    with pytest.raises(FileExistsError, match=r"new file, .*predictions\.jsonl exists"):
         _predict(path)
     assert path.read_text() == "mine"
 
@@ -189,9 +190,7 @@ def test_an_existing_file_is_kept(tmp_path: Path) -> None:
 def test_loaders_that_do_not_keep_the_order(option: str, tmp_path: Path) -> None:
     options: Any = {option: True}
     loader = build_loader(TensorDataset(INPUTS), batch_size=2, **options)
-    with pytest.raises(
-        ValueError, match=f"every sample once and in order, but the loader has {option}"
-    ):
+    with pytest.raises(ValueError, match=f"once and in order, .*has {option}"):
         PredictionHook(tmp_path / "predictions.jsonl", loader)
 
 
@@ -201,7 +200,7 @@ def test_loaders_that_do_not_keep_the_order(option: str, tmp_path: Path) -> None
 )
 def test_own_loaders_that_do_not_keep_the_order(options: Any, tmp_path: Path) -> None:
     loader: Any = DataLoader(TensorDataset(INPUTS), **options)
-    with pytest.raises(ValueError, match="every sample once and in order, but the loader has"):
+    with pytest.raises(ValueError, match="once and in order, .*has"):
         PredictionHook(tmp_path / "predictions.jsonl", loader)
     PredictionHook(tmp_path / "predictions.jsonl", DataLoader(TensorDataset(INPUTS)))
 
@@ -227,7 +226,7 @@ def test_parquet_with_other_columns_later_is_an_error(later: Any, tmp_path: Path
 
     dataset = TensorDataset(torch.arange(1030.0)[:, None])
     path = tmp_path / "predictions.parquet"
-    with pytest.raises(ValueError, match=r"samples 1024 to 1029 do not fit into columns"):
+    with pytest.raises(ValueError, match="samples 1024 to 1029 .*columns"):
         _predict(path, model=OutputModel(outputs), dataset=dataset, batch_size=100)
     assert list(tmp_path.iterdir()) == []
 
@@ -238,7 +237,7 @@ def test_fields_that_are_not_numeric_are_left_out_of_arrays(
     path = tmp_path / "predictions.npz"
     texts = np.array(["ab", "abcdef"])
     _predict(path, model=OutputModel(lambda x: [{"a": s, "t": texts[1]} for s in x[0]]))
-    assert "leaves out fields that are not numeric: t" in caplog.text
+    assert re.search("leaves out .*not numeric: t$", caplog.text, re.M)
     with np.load(path, allow_pickle=False) as arrays:
         assert set(arrays) == {"index", "a"}
 

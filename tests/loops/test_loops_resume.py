@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,17 +147,14 @@ def test_another_number_of_ranks_continues_with_updates_of_the_same_size(
     state = make_state()
     load_checkpoint(path).restore(state)
     assert load_checkpoint(path).meta["batch"] == 4
-    assert "was saved at world size 2, this run has 1" in caplog.text
+    assert re.search("saved at world size 2, .*has 1:", caplog.text)
     files = [load_checkpoint(path).read(f"rank_0000{rank}.pt") for rank in (0, 1)]
     values = torch.cat([content["logs"]["values"]["loss"] for content in files])
     assert state.logs.means()["loss"].item() == pytest.approx(values.mean().item(), rel=1e-6)
     with caplog.at_level(logging.INFO):
         make_loop("epochs", 0).run(state, HookList())
-    assert (
-        "accumulative_counts is now 2, and a batch has up to 2 samples on each of 1 ranks"
-        in caplog.text
-    )
-    assert "the last update of an epoch" not in caplog.text
+    assert re.search("accumulative_counts is now 2, .*2 samples .*1 ranks", caplog.text)
+    assert "last update of an epoch" not in caplog.text
     # The first run did 4 of its 5 updates per epoch.
     assert (state.epoch, state.step) == (3, 15)
     assert (state.iteration, state.optim_wrapper.inner_count) == (30, 30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -197,9 +198,9 @@ def test_saving_inside_a_window_of_fsdp_is_logged(tmp_path: Path) -> None:
     """The checkpoint goes back to the window's start, unless that is in an earlier epoch."""
     (counters, text), (other_counters, silence) = run_ranks(_lost_window, 2, tmp_path)
     assert counters == other_counters == [2, 3, 1]
-    assert "in the middle of an accumulation window" in text
-    assert "repeats the batches since the last update (1)" in text
-    assert "lacks the gradients of the batches since the last update" in text
+    assert "middle of an accumulation window" in text
+    assert re.search(r"repeats .*since the last update \(1\)", text)
+    assert "lacks the gradients" in text
     assert not silence
 
 
@@ -237,7 +238,7 @@ def _alone(folder: Path) -> list[str]:
 def test_no_rank_saves_sharded_state_alone(tmp_path: Path) -> None:
     rank_0, second = run_ranks(_alone, 2, tmp_path)
     assert len(rank_0) == 2
-    assert "its state is sharded over the ranks" in rank_0[0]
+    assert "sharded over the ranks" in rank_0[0]
     assert second == []
     assert list(tmp_path.iterdir()) == []
 

@@ -147,7 +147,7 @@ def test_a_resumed_run_leaves_them_out_as_well(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [0, -3, True, "7-5", "a-b", "3-", 1.5])
 def test_wrong_values_of_skip_steps_are_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"skip_steps must hold step numbers >= 1 .*got "):
+    with pytest.raises(ValueError, match="skip_steps must .*step numbers >= 1 .*got "):
         EpochTrainLoop([1], max_epochs=1, skip_steps=[2, wrong])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,7 +108,8 @@ def _train_apart(folder: Path, kind: type[Lines], uneven: bool) -> tuple[str, in
 def test_streams_that_end_apart(tmp_path: Path, kind: type[Lines]) -> None:
     """With any claimed length all ranks stop within a batch, or continue with uneven inputs."""
     for text, steps, _ in run_ranks(_train_apart, 2, tmp_path / "even", kind, False):
-        assert "rank 0 ran out after 3 batches in epoch 1, and rank 1 did not" in text
+        assert re.search("rank 0 ran out .*3 batches .*epoch 1", text)
+        assert "rank 1 did not" in text
         assert steps == 3
     assert run_ranks(_train_apart, 2, tmp_path / "uneven", kind, True) == [("", 10, True)] * 2
 
@@ -141,9 +143,7 @@ def test_spawned_workers_resume_within_their_round(tmp_path: Path) -> None:
 
 def test_other_workers_inside_a_pass_are_refused(tmp_path: Path) -> None:
     path = _save(tmp_path, build_loader(Lines(), batch_size=3, num_workers=2))
-    with pytest.raises(
-        ValueError, match="num_workers must be 2 until the end of this pass.* got 1"
-    ):
+    with pytest.raises(ValueError, match="num_workers must .*2 .*this pass.* got 1"):
         _resume(path, build_loader(Lines(), batch_size=3, num_workers=1))
 
 
@@ -151,11 +151,11 @@ def test_a_place_of_another_loader_is_refused_or_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = _save(tmp_path, OwnLoader())
-    with pytest.raises(ValueError, match="StreamLoader cannot continue from its position"):
+    with pytest.raises(ValueError, match="StreamLoader cannot continue"):
         _resume(path, build_loader(Lines(), batch_size=3))
     batches = [[torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)]] * 5
     assert _resume(path, batches).iteration == 5
-    assert "list cannot restore its position from the checkpoint" in caplog.text
+    assert "list cannot restore its position" in caplog.text
 
 
 class Unsafe(Lines):
@@ -195,7 +195,7 @@ def test_a_stream_without_a_state_is_read_up_to_the_place(
     assert_identical(get_weights(resumed), get_weights(state))
     warning, took = (record.getMessage() for record in caplog.records)
     assert "by reading and discarding 4 batches" in warning
-    assert "use a data set with state_dict() and load_state_dict() to resume at once" in warning
+    assert re.search(r"data set with state_dict\(\) .*load_state_dict\(\)", warning)
     assert "reading and discarding 4 batches took" in took
 
 
@@ -208,7 +208,7 @@ def test_another_number_of_ranks_is_logged(
 ) -> None:
     path = run_ranks(_save_by_ranks, 2, tmp_path)[0]
     _resume(path, build_loader(Lines(), batch_size=3))
-    assert "cannot be converted from 2 to 1 ranks" in caplog.text
+    assert re.search("cannot .*from 2 to 1 ranks", caplog.text)
     assert "by reading and discarding 6 batches" in caplog.text
 
 

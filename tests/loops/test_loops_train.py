@@ -172,7 +172,7 @@ def test_training_needs_a_wrapper_and_an_optimizer() -> None:
     loop = EpochTrainLoop(make_loader(4), max_epochs=1)
     with pytest.raises(ValueError, match="optim_wrapper"):
         loop.run(LoopState(model=make_state().model), HookList())
-    with pytest.raises(TypeError, match="must have train_step, got a Linear"):
+    with pytest.raises(TypeError, match="must have train_step, .*Linear"):
         loop.run(
             LoopState(model=nn.Linear(4, 3), optim_wrapper=make_state().optim_wrapper), HookList()
         )
@@ -351,7 +351,7 @@ def test_a_lost_last_window_of_several_optimizers_is_logged(
     state.optim_wrapper = OptimWrapperDict(net=state.optim_wrapper)
     EpochTrainLoop(loader, max_epochs=1).run(state, HookList())
     assert (state.iteration, state.step) == (5, 2)
-    assert "last accumulation window will be lost" in caplog.text
+    assert "accumulation window will be lost" in caplog.text
 
 
 def test_a_count_that_was_not_saved_is_taken_from_the_batches() -> None:

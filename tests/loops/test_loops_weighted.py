@@ -68,7 +68,7 @@ def test_weighted_shares_have_each_sample_once(
 
 def test_a_cut_that_leaves_batches_empty_is_refused() -> None:
     sampler = ShardedBatchSampler(10, 2, shuffle=False)
-    with pytest.raises(ValueError, match="got 4 for a global batch of 5"):
+    with pytest.raises(ValueError, match="got 4 .*batch of 5"):
         sampler.cut(5, 4)
 
 

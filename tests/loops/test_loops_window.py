@@ -281,7 +281,7 @@ def test_it_resumes_from_its_state(stop: int) -> None:
 
 def test_mistakes() -> None:
     make = partial(ExponentialLR, gamma=0.5)
-    with pytest.raises(ValueError, match=r"until must be greater than after \(3\), got 3"):
+    with pytest.raises(ValueError, match=r"until .*greater than after \(3\), got 3"):
         ScheduleWindow(new_optimizer(), make, after=3, until=3)
     with pytest.raises(ValueError, match="after must be at least 0"):
         ScheduleWindow(new_optimizer(), make, after=-1)

@@ -134,7 +134,7 @@ def test_a_window_of_batches_is_refused_on_ranks() -> None:
 
 
 def test_wrappers_that_would_be_wrong_are_refused() -> None:
-    with pytest.raises(TypeError, match="metrics.best must be the metric inside a MetricTracker"):
+    with pytest.raises(TypeError, match=r"metrics\.best must .*inside a MetricTracker"):
         ValLoop([], {"best": MetricTracker(accuracy())})
     transformer = LambdaInputTransformer(accuracy(), reverse)
     model = SingleDevice(SupervisedModel(nn.Identity(), nn.CrossEntropyLoss()))
@@ -149,5 +149,5 @@ def test_missing_inputs_of_a_wrapped_metric_are_named() -> None:
             return {"sums": data[0].sum()}
 
     loop = ValLoop([tensors("")], {"accuracy": MinMaxMetric(accuracy())})
-    with pytest.raises(ValueError, match="MinMaxMetric needs preds, target, but the step returned"):
+    with pytest.raises(ValueError, match="MinMaxMetric needs preds, target"):
         loop.run(LoopState(Sums()), HookList())

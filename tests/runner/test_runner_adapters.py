@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import OrderedDict
 from contextlib import nullcontext
@@ -408,9 +409,9 @@ def test_without_peft_the_error_names_the_extra(
     (run / "tuned.yaml").write_text("_base_: points.yaml\nadapter:\n  r: 2\n  rank: 2\n")
     for command in ("check", "train"):
         assert main([command, "tuned.yaml"]) == 2
-        remedy = "adapters need peft: pip install 'stepwrap[peft]'"
-        assert capsys.readouterr().err.splitlines()[0] == f"tuned.yaml:2: adapter: {remedy}"
-    with pytest.raises(ImportError, match=r"adapters need peft: pip install 'stepwrap\[peft\]'"):
+        first = capsys.readouterr().err.splitlines()[0]
+        assert re.match(r"tuned\.yaml:2: adapter: .*pip install 'stepwrap\[peft\]'$", first)
+    with pytest.raises(ImportError, match=r"need peft: pip install 'stepwrap\[peft\]'"):
         add_adapter(nn.Linear(2, 2), None)
 
 
@@ -438,14 +439,14 @@ def test_another_adapter_or_base_is_refused() -> None:
             Runner.from_config({**config, "adapter": {**SECTION, section: 4}}).train(resume=True)
         assert text in str(error.value)
     without = Runner.from_config({k: value for k, value in config.items() if k != "adapter"})
-    with pytest.raises(CheckpointError, match="it holds only an adapter, and the model has none"):
+    with pytest.raises(CheckpointError, match="only an adapter, .*has none"):
         without.train(resume=True)
 
     other = {name: value + (name == "net.norm.bias") for name, value in base("float64").items()}
     torch.save(other, "base.pt")
     with pytest.raises(CheckpointError, match="the base weights differ") as error:
         load_model("runs/tuned")
-    assert "Its load_from was base.pt, whose weights have changed since" in str(error.value)
+    assert re.search(r"load_from was base\.pt, .*changed", str(error.value))
     # The original weights of a module in `modules_to_save` are not used.
     other = {name: value * (name != "net.head.weight") for name, value in base("float64").items()}
     torch.save(other, "base.pt")
@@ -528,7 +529,7 @@ def test_a_merge_warns_about_separate_weights(caplog: pytest.LogCaptureFixture) 
     expected = outputs(net)
     torch.testing.assert_close(outputs(adapter.merge()), expected, rtol=0, atol=1e-5)
     assert net.head.weight is not net.embed.weight
-    assert "embed.weight and head.weight are one weight in the model" in caplog.text
+    assert "embed.weight and head.weight are one" in caplog.text
 
 
 def test_a_layer_under_two_names_with_an_adapter_under_one() -> None:

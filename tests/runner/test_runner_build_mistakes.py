@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def test_parts_are_built_once(nets: Path, capsys: Capture, nproc: str, built: se
     (nets / "mine").mkdir()
     err = mistakes(capsys, "train", FAILING, "--nproc", nproc, "--run-dir", "mine/first/run")
     message, location = err.splitlines()
-    assert message.endswith(": model.net: cannot be built: ValueError: no such net")
+    assert re.search(r": model\.net: .*ValueError: no such net$", message)
     assert location.startswith(f"  at {nets / 'wrong_nets.py'}:")
     lines = (nets / "built.txt").read_text().splitlines()
     assert len(set(lines)) == len(lines)
@@ -267,7 +268,5 @@ def test_resume_under_another_wrapper_names_the_override(nets: Path, capsys: Cap
     with (nets / "points.yaml").open("a") as file:
         file.write("wrapper: {type: fsdp, shard: [Linear]}\n")
     err = mistakes(capsys, "train", "--resume", "wrapper.type=ddp")
-    assert err.endswith(
-        "wrapper.shard: StepDistributedDataParallel has no such argument; it is inherited, "
-        "'wrapper={type: ddp}' replaces the whole section and removes it\n"
-    )
+    assert re.search(r"wrapper\.shard: StepDistributedDataParallel .*no such argument", err)
+    assert "inherited, 'wrapper={type: ddp}' replaces" in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -82,7 +83,7 @@ def test_another_runs_checkpoint_needs_a_path(ours: Path, capsys: Capture) -> No
         assert main([*command, NAME]) == 1
         text = capsys.readouterr().err
         assert f"checkpoint {NAME} does not exist in {ours}" in text
-        assert f"for {local_copy}, which another run may have saved, write ./{NAME}" in text
+        assert re.search(rf"for {local_copy}, .*another run .*write \./{NAME}", text)
     with pytest.raises(CheckpointError, match=rf"write \./{NAME}"):
         Runner.from_config(config).train(resume=NAME)
     with pytest.raises(CheckpointError, match=rf"write \./{NAME}"):
@@ -118,6 +119,6 @@ def test_the_folder_of_another_run(
     best = load_checkpoint(other / "checkpoints" / NAME).read("model.pt")
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in best.items())
     assert main(["check", config, f"load_from={NAME}"]) == 2
-    assert "load_from takes a path, such as runs/my_run or" in capsys.readouterr().err
+    assert re.search("load_from takes a path.* runs/my_run", capsys.readouterr().err)
     with pytest.raises((CheckpointError, ConfigError), match="load_from takes a path"):
         load_weights(model, "best")

@@ -131,7 +131,7 @@ def test_an_own_module_that_fails_is_reported_with_its_place(run: Path, capsys: 
 def test_a_part_that_ends_the_program_is_a_mistake(run: Path, capsys: Capture) -> None:
     (run / "ends.py").write_text("import sys\n\n\ndef net():\n    sys.exit('no licence')\n")
     assert main(["check", "points.yaml", "model.net={type: ends.net}"]) == 2
-    assert "model.net: cannot be built: SystemExit: no licence" in capsys.readouterr().err
+    assert re.search(r"model\.net: .*SystemExit: no licence", capsys.readouterr().err)
 
 
 def test_mistakes_that_need_no_class_are_reported_without_torch(run: Path) -> None:
@@ -217,7 +217,7 @@ def test_test_and_validate_take_the_best_checkpoint(run: Path, capsys: Capture) 
         assert main(["validate", "points.yaml", "--checkpoint", name]) == 0
         assert f"checkpoint: runs/points/checkpoints/{newest.name}" in capsys.readouterr().out
     assert main(["validate", "points.yaml", "--checkpoint", "stop_00000045"]) == 1
-    assert "does not exist in runs/points; did you mean step_00000045" in capsys.readouterr().err
+    assert "runs/points; did you mean step_00000045" in capsys.readouterr().err
 
 
 def test_the_best_checkpoint_by_a_loss_is_the_lowest(run: Path, capsys: Capture) -> None:
@@ -275,9 +275,8 @@ def test_the_first_bad_step_is_named_and_can_be_tolerated(run: Path, capsys: Cap
     words = ["train", "points.yaml", *DIVERGES]
     assert main(words) == 1
     err = capsys.readouterr().err
-    assert re.search(
-        r"NonFiniteError: loss is (nan|inf) at step 2 on rank 0; parameter 'net\.", err
-    )
+    assert re.search("NonFiniteError: loss .*(nan|inf) .*step 2 .*rank 0", err)
+    assert "parameter 'net." in err
     assert "hooks.nan_guard.action=warn" in err
     assert main([*words, "hooks.nan_guard.action=warn", "--fresh"]) == 0
     out, err = capsys.readouterr()
@@ -301,9 +300,7 @@ def test_check_builds_the_parts(run: Path, capsys: Capture) -> None:
     assert "points.yaml: no mistakes" in out
     assert "42 parameters" in out
     assert main(["check", "points.yaml", "optimizer.lr=-1"]) == 2
-    assert (
-        "optimizer: cannot be built: ValueError: Invalid learning rate" in capsys.readouterr().err
-    )
+    assert re.search("optimizer: .*ValueError: Invalid learning rate", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -333,9 +330,9 @@ def test_check_prints_the_length_of_the_training_and_schedules_that_differ(
     assert main(["check", "points.yaml", *words]) == 0
     rises, ends = (line for line in capsys.readouterr().out.splitlines() if "warning" in line)
     assert "override" in rises
-    assert "schedulers.1: CosineAnnealingLR counts epochs: T_max is 2, but it acts for 4" in rises
+    assert re.search(r"schedulers\.1: CosineAnnealingLR .*epochs: T_max is 2, .* 4", rises)
     assert "set T_max: 4" in rises
-    assert "schedulers.2: CosineAnnealingLR counts epochs: T_max is 40" in ends
+    assert re.search(r"schedulers\.2: CosineAnnealingLR .*epochs: T_max is 40", ends)
 
 
 def test_an_error_in_the_run_is_one_message(run: Path, capsys: Capture) -> None:
@@ -343,16 +340,12 @@ def test_an_error_in_the_run_is_one_message(run: Path, capsys: Capture) -> None:
     assert main(words) == 1
     message, location, note, hint, aside = capsys.readouterr().err.splitlines()
     place_aside = "runs/points/checkpoints/incomplete_step_00000001"
-    assert aside.startswith(
-        f"  {place_aside} has the state after the last update; a run resumed from it draws other "
-    )
+    assert re.match(f"  {place_aside} .*after the last update; .*random", aside)
     again = f"; continue with: stepwrap train runs/points/config.yaml --resume {place_aside}"
     assert aside.endswith(again)
     assert message == "ValueError: sample 9 is broken"
     assert location.startswith(f"  at {run / 'points.py'}:")
-    assert re.fullmatch(
-        r"  while reading batch \d+ of epoch 1 from Points at .*points\.py:11", note
-    )
+    assert re.fullmatch(r"  .*batch \d+ .*epoch 1 .*Points .*points\.py:11", note)
     assert "--debug" in hint
     assert main([*words, "--fresh", "--debug"]) == 1
     err = capsys.readouterr().err
@@ -364,9 +357,8 @@ def test_an_error_in_a_data_worker_is_one_message(run: Path, capsys: Capture) ->
     words = ["train", "points.yaml", "data.train.dataset.bad=9", "data.train.num_workers=1"]
     assert main(words) == 1
     message, location, *_ = capsys.readouterr().err.splitlines()
-    assert message.startswith(
-        "ValueError: sample 9 is broken (Caught ValueError in DataLoader worker"
-    )
+    assert message.startswith("ValueError: sample 9 is broken (")
+    assert "DataLoader worker" in message
     assert location.startswith(f"  at {run / 'points.py'}:")
 
 
@@ -435,7 +427,7 @@ def test_list_shows_all_of_a_hook(
         }
         assert list(message) == list(inspect.signature(hook).parameters)
         assert all(message.values()), message
-    assert " ".join(["mode: str | None = None", '"max" if higher values of that']) in text
+    assert " ".join(["mode: str | None = None", '"max" if higher values']) in text
     assert "[...]" not in out
 
 

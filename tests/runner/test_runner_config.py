@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -55,7 +56,7 @@ def test_parts_are_the_arguments_of_a_runner() -> None:
 
 def test_hook_watching_an_unknown_metric_is_reported_before_the_run(run: Path) -> None:
     text = complaint(run, "hooks: {checkpoint: {keep_best: acuracy}}")
-    assert "run.yaml:3: hooks.checkpoint.keep_best: there is no metric 'acuracy'" in text
+    assert re.search(r"run\.yaml:3: hooks\.checkpoint\.keep_best: .*no metric 'acuracy'", text)
     assert "did you mean accuracy?" in text
 
 
@@ -127,7 +128,7 @@ def test_loader_of_the_users_own(run: Path) -> None:
 def test_own_loader_is_checked_by_name(run: Path) -> None:
     extra = "data: {test: {_delete_: true, type: torch.utils.data.DataLoader, batchsize: 5}}"
     text = complaint(run, extra)
-    assert "data.test.batchsize: DataLoader has no such argument" in text
+    assert re.search(r"data\.test\.batchsize: DataLoader .*no such argument", text)
     assert "did you mean batch_size or" in text
     assert "data.test.dataset: is missing" in text
 
@@ -193,10 +194,8 @@ def test_samples_that_are_not_rows_are_reported(
     (run / "rows.py").write_text(ROWS)
     write(run, rows("Noisy", "true"))
     assert main(["check", "run.yaml"]) == 2
-    assert (
-        "data.train: cannot be built: ValueError: in_memory needs samples"
-        in capsys.readouterr().err
-    )
+    err = capsys.readouterr().err
+    assert re.search(r"data\.train: .*ValueError: in_memory needs samples", err)
 
 
 @pytest.mark.parametrize(
@@ -331,13 +330,12 @@ def test_the_sampler_of_a_section_names_what_works(run: Path) -> None:
     sampler = "{type: torch.utils.data.WeightedRandomSampler, weights: [1], num_samples: 1}"
     for name in ("train", "val"):
         text = complaint(run, f"data: {{{name}: {{sampler: {sampler}}}}}")
-        assert f"run.yaml:3: data.{name}.sampler: there is no such setting" in text
+        assert re.search(rf"run\.yaml:3: data\.{name}\.sampler: .*no such setting", text)
         assert "set shuffle and seed" in text
         assert "{type: my_module.make_loader}" in text
         assert "several by name" not in text
-    assert "generator: there is no such setting; set seed" in complaint(
-        run, "data: {train: {generator: 3}}"
-    )
+    text = complaint(run, "data: {train: {generator: 3}}")
+    assert re.search("generator: .*no such .*set seed", text)
 
 
 def test_workers_that_end_with_the_pass_are_a_setting(run: Path) -> None:
@@ -381,4 +379,4 @@ def test_an_own_loader_is_divided_unless_it_says_per_rank(
 
 def test_per_rank_must_be_true_or_false(run: Path) -> None:
     text = complaint(run, f"data: {{train: {{{OWN_DATA}, per_rank: 2}}}}")
-    assert "data.train.per_rank: must be true or false, got 2" in text
+    assert re.search(r"data\.train\.per_rank: .*true or false, got 2", text)

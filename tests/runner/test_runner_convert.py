@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -324,11 +325,10 @@ def test_a_missing_library_is_one_line(here: Path, capfd: pytest.CaptureFixture[
     _, err = capfd.readouterr()
     title, *lines = err.splitlines()
     assert title.startswith("Changes the result")
-    assert [line.strip() for line in lines] == [
-        "mm.py:1: default_scope: install nolibrary for the conversion; it registers"
-        " ImageClassifier, ImageNet, ForeignAccuracy",
-        "install absent_library for the conversion; it registers absent_library.Score",
-    ]
+    first, second = (line.strip() for line in lines)
+    assert first.startswith("mm.py:1: default_scope: install nolibrary ")
+    assert first.endswith(" ImageClassifier, ImageNet, ForeignAccuracy")
+    assert re.fullmatch(r"install absent_library .* absent_library\.Score", second)
 
 
 def test_base_files(here: Path) -> None:
@@ -524,8 +524,8 @@ def test_only_the_config_goes_to_stdout(here: Path, capsys: pytest.CaptureFixtur
     assert main(["convert", "mm.py"]) == 3
     out, err = capsys.readouterr()
     assert yaml.safe_load(out)["run_dir"] == "{1, 2}"
-    assert "mm.py:4: work_dir: YAML cannot represent a set: written as text" in err
+    assert re.search(r"mm\.py:4: work_dir: .* a set: .*text", err)
     assert yaml.safe_load(out)["model"]["head"] == {"None": 1, 2: 3}
-    assert "mm.py:5: model.head.None: a key must be a str or int, not None" in err
-    assert "mm.py:7: train_dataloader.dataset.size: YAML cannot represent a complex" in err
+    assert re.search(r"mm\.py:5: model\.head\.None: .*str or int", err)
+    assert re.search(r"mm\.py:7: train_dataloader\.dataset\.size: YAML .* a complex", err)
     assert "loading" in err

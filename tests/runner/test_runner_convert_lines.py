@@ -132,7 +132,7 @@ def test_bases_that_set_the_same_key_are_refused_as_in_mmengine(
     (here / "a.py").write_text("_base_ = 'common.py'\nepochs = 5\n")
     (here / "b.py").write_text("_base_ = 'common.py'\n")
     (here / "mm.py").write_text("_base_ = ['a.py', 'b.py']\n")
-    with pytest.raises(ConfigError, match=r"mm\.py: several of its base files set epochs"):
+    with pytest.raises(ConfigError, match=r"mm\.py: several .*files set epochs"):
         convert_config("mm.py")
 
 
@@ -169,5 +169,5 @@ def test_a_mmengine_that_is_broken(here: Path, monkeypatch: pytest.MonkeyPatch) 
     (here / "mmengine/__init__.py").write_text("import no_such_library\n")
     monkeypatch.syspath_prepend(str(here))
     Path("mm.py").write_text("model = dict()\n")
-    with pytest.raises(ConfigError, match="reading it needs mmengine, which cannot be"):
+    with pytest.raises(ConfigError, match="needs mmengine, .*cannot be imported"):
         convert_config("mm.py")

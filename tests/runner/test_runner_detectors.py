@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def trained(config: dict[str, Any]) -> dict[str, Any]:
     for suffix in ("jsonl", "parquet"):
         assert runner.predict(f"predictions.{suffix}", checkpoint="latest") == 7
     results = {"weights": whole_weights(runner.state.model.module), "val": runner.state.metrics}
-    with pytest.raises(ValueError, match=r"no field of .* is one; write to .jsonl or .parquet"):
+    with pytest.raises(ValueError, match=r"no field .*\.jsonl or \.parquet"):
         runner.predict("predictions.npz")
     return results
 
@@ -191,5 +192,5 @@ def test_a_metric_of_the_loss_is_an_error_that_says_why(capsys: Capture) -> None
     lines = Path("shapes.yaml").read_text().splitlines()
     number = lines.index("  loss:") + 1
     error = capsys.readouterr().err
-    assert f"shapes.yaml:{number}: metrics.loss: MeanLoss needs loss, num_samples, but" in error
-    assert "a detector, has none in evaluation: remove this metric" in error
+    assert f"shapes.yaml:{number}: metrics.loss: MeanLoss needs loss, num_samples" in error
+    assert re.search("detector, .*remove this metric", error)

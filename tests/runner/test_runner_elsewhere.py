@@ -1,5 +1,6 @@
 """Using a run folder later: from another folder, with fewer modules, after an error."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def test_a_failed_resume_leaves_the_run_as_it_was(
     assert main([*TRAIN]) == 0
     before = files_in(run / "runs")
     assert main([*TRAIN, "--resume", "model.net.width=12"]) == 1
-    assert "shape (8, 2) in the checkpoint, (12, 2) in the model" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert re.search(r"shape \(8, 2\) .*checkpoint, \(12, 2\) .*model", err)
     assert files_in(run / "runs") == before
     assert load_model("runs/points").net[0].out_features == 8
     assert main(["validate", "runs/points/config.yaml"]) == 0
@@ -122,7 +124,7 @@ def test_the_model_needs_neither_data_nor_metrics(
     with pytest.raises(ConfigError) as caught:
         load_model("runs/points")
     text = str(caught.value)
-    assert "model.net.type: points cannot be imported: ModuleNotFoundError" in text
+    assert re.search(r"model\.net\.type: points .*imported: ModuleNotFoundError", text)
     assert "metrics" not in text
 
 
@@ -139,7 +141,7 @@ def test_a_runner_of_objects_shows_how_to_load_its_model(tmp_path: Path) -> None
         hooks=[CheckpointHook()],
         run_dir=tmp_path,
     ).train()
-    with pytest.raises(FileNotFoundError, match="the Runner was built from objects") as caught:
+    with pytest.raises(FileNotFoundError, match="built from objects") as caught:
         load_model(tmp_path)
     lines = [line.strip() for line in str(caught.value).splitlines() if line.startswith("  ")]
     names = {"build": build}

@@ -1,6 +1,7 @@
 """A config with several validation and test sets: runs, records and mistakes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -53,12 +54,13 @@ def test_a_run_names_each_set(run: Path, ranks: int, capsys: pytest.CaptureFixtu
     assert main(["predict", "run", "--out", "all.jsonl"]) != 0
     assert "choose one: --data test.noisy" in capsys.readouterr().err
     assert main(["predict", "run", "--out", "all.jsonl", "--data", "val.nosy"]) != 0
-    assert "data.val has no set 'nosy'; did you mean noisy?" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert re.search(r"data\.val .*'nosy'; .*you mean noisy\?", err)
     assert main(["predict", "run", "--out", "all.jsonl", "--data", "val.clean"]) == 0
     lines = (run / "all.jsonl").read_text().splitlines()
     assert [json.loads(line)["index"] for line in lines] == [*range(7)]
     assert main(["plot", "run"]) == 0
-    with pytest.raises(ValueError, match="the loader of one set, but the test has several: noisy"):
+    with pytest.raises(ValueError, match="one set, .*several: noisy"):
         Runner.from_config(load_config(run / "run" / "config.yaml")).predict(run / "b.jsonl")
 
 
@@ -117,7 +119,7 @@ def test_an_unknown_head_is_a_mistake_in_the_config(
     (run / "points.yaml").write_text(text.replace("average: micro}", "average: micro, head: sid}"))
     assert main(["train", "points.yaml"]) != 0
     error = capsys.readouterr().err
-    assert "metrics.accuracy.head: preds has no head 'sid'; did you mean side?" in error
+    assert re.search(r"metrics\.accuracy\.head: .*'sid'; .*you mean side\?", error)
     assert f"points.yaml:{text.splitlines().index('metrics:') + 2}: " in error
 
 

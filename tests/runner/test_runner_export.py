@@ -136,7 +136,7 @@ class Drawing(nn.Module):
 
 def test_a_difference_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
     model = SupervisedModel(Drawing(), nn.CrossEntropyLoss())
-    with pytest.raises(ExportError, match=r"differs from the model by 0\.\d+, for the batch"):
+    with pytest.raises(ExportError, match=r"differs .*model by 0\.\d+, .*batch"):
         export_model(model, tmp_path / "model.pt2", _batch())
     assert not list(tmp_path.iterdir())
 
@@ -173,7 +173,7 @@ def test_a_left_over_file_with_weights_is_kept(
     monkeypatch.setattr(ONNXProgram, "save", save)
     leftover = tmp_path / "model.onnx.data"
     leftover.write_text("old")
-    with pytest.raises(FileExistsError, match=r"needs a new file, and .*model.onnx.data exists"):
+    with pytest.raises(FileExistsError, match=r"new file, .*model\.onnx\.data exists"):
         export_model(_net(), tmp_path / "model.onnx", _batch())
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {leftover.name: "old"}
     leftover.unlink()
@@ -200,7 +200,7 @@ def test_mistakes(words: list[str], message: str, run: Path, capsys: Capture) ->
 
 def test_an_export_is_compared_with_the_live_model(tmp_path: Path) -> None:
     model, live = _net(), _net()
-    with pytest.raises(ExportError, match=r"differs from the model by \d"):
+    with pytest.raises(ExportError, match=r"differs .*model by \d"):
         export_model(model, tmp_path / "model.safetensors", _batch(), live=live)
     assert not list(tmp_path.iterdir())
     live.load_state_dict(model.state_dict())

@@ -145,7 +145,7 @@ def test_a_program_without_a_file_is_refused(tmp_path: Path) -> None:
     done = ended(cwd=tmp_path, input=program)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("RuntimeError: launch starts processes that")
-    assert "<stdin> is not a file: save the program as a file and run that" in done.stderr
+    assert re.search("<stdin> .*not a file: save ", done.stderr)
 
 
 def save_slowly(out: Path) -> None:
@@ -367,7 +367,7 @@ def test_the_ranks_of_one_host_meet_on_loopback(monkeypatch: pytest.MonkeyPatch)
 
 def test_one_process_needs_no_launch() -> None:
     assert launch(get_world_size) == {0: 1}
-    with pytest.raises(ValueError, match="nproc must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="nproc must .*at least 1, got 0"):
         launch(get_world_size, nproc=0)
 
 
@@ -488,7 +488,7 @@ def test_torchrun_starts_the_command_and_a_rank_that_is_gone_is_named(tmp_path: 
     assert len(list(tmp_path.glob("run/checkpoints/step_00000006*/rank_*.pt"))) == 2
     done = torchrun(tmp_path, *LAST, "data.train.dataset.deadly=exit", "--fresh")
     assert done.returncode == 1
-    assert "ProcessEnded: the process ended before its work was done (rank 1)" in done.stderr
+    assert re.search(r"ProcessEnded: .*\(rank 1\)", done.stderr)
 
 
 def train_to_the_end(folder: Path) -> None:
@@ -522,7 +522,7 @@ def test_a_run_restarted_by_torchrun_does_not_take_over_another_run(tmp_path: Pa
     (tmp_path / "run/checkpoints/step_00000003").mkdir(parents=True)
     done = torchrun(tmp_path, restarts=1)
     assert done.returncode == 1
-    assert done.stderr.count("already holds 1 checkpoint(s), the last step_00000003") == 2
+    assert len(re.findall("already holds 1 checkpoint.* step_00000003", done.stderr)) == 2
 
 
 def test_ranks_overwrite_no_results(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -531,7 +531,7 @@ def test_ranks_overwrite_no_results(tmp_path: Path, capfd: pytest.CaptureFixture
     (results / "checkpoints/step_00000003").mkdir(parents=True)
     assert run_ranks(run_command, 2, tmp_path, "train", "points.yaml") == [2, 2]
     message = "".join(capfd.readouterr())
-    assert message.count("already holds 1 checkpoint(s), the last step_00000003") == 1
+    assert len(re.findall("already holds 1 checkpoint.* step_00000003", message)) == 1
     assert [path.name for path in results.iterdir()] == ["checkpoints"]
 
 

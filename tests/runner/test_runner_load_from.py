@@ -132,7 +132,7 @@ def test_weights_that_are_not_loaded_keep_their_initial_values() -> None:
     with pytest.raises(BuildError) as error:
         loaded(settings(load_from=section))
     assert "unexpected   extra" in str(error.value)
-    assert "load_from.ignore: [net.norm, old.head.*, extra] leaves these out" in str(error.value)
+    assert "load_from.ignore: [net.norm, old.head.*, extra]" in str(error.value)
     section["ignore"].append("extra")
     again = loaded(settings(load_from=section))
     assert torch.equal(again["net.head.bias"], initial["net.head.bias"])
@@ -232,7 +232,7 @@ def _only_rank_0_has_the_file(rank_file: str) -> str:
 def test_a_file_that_one_rank_lacks_is_an_error_on_all() -> None:
     torch.save(state(""), "bare.pt")
     rank_0, second = run_ranks(_only_rank_0_has_the_file, 2, "own.pt")
-    assert "on rank 1: own.pt cannot be loaded: CheckpointError: absent.pt does not" in rank_0
+    assert re.search(r"rank 1: own\.pt .*CheckpointError: absent\.pt ", rank_0)
     assert "absent.pt does not exist" in second
 
 
@@ -292,7 +292,7 @@ def test_a_run_starts_from_another_and_resumes_without_it(
     capfd.readouterr()
     assert main(words) == 0
     text = capfd.readouterr().err
-    assert "load_from: 2 weights of SupervisedModel are loaded from runs/points" in text
+    assert re.search("load_from: 2 weights .*SupervisedModel .*from runs/points", text)
     assert "ignored      net.3.weight   (2, 8)         (2, 8)" in text
     tuned = load_model("runs/tuned").state_dict()
     for name, value in tuned.items():
@@ -313,9 +313,7 @@ def test_the_line_of_the_config(run: Path, capsys: Capture) -> None:
     assert main(["check", "points.yaml"]) == 2
     assert f"points.yaml:{line - 1}: load_from: runs/absent does not" in capsys.readouterr().err
     assert main(["train", "points.yaml", "load_from.strct=1"]) == 2
-    assert "load_from.strct: there is no such setting; did you mean strict" in (
-        capsys.readouterr().err
-    )
+    assert re.search(r"load_from\.strct: .*did you mean strict", capsys.readouterr().err)
 
 
 def _proposals(config: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Messages of a paused or resumed run, and loading the model that it evaluated."""
 
+import re
 import signal
 from pathlib import Path
 
@@ -28,9 +29,7 @@ def test_the_evaluated_model_of_a_paused_run(run: Path, capsys: pytest.CaptureFi
     stop = "hooks.stop={type: runner_parts.SignalHook, at_step: 31}"
     assert main(["train", "points.yaml", EMA, stop]) == 128 + signal.SIGTERM
     out = capsys.readouterr().out
-    assert (
-        "in state.pt of the checkpoint, under stateful / hooks.ema / model (not in model.pt)" in out
-    )
+    assert re.search(r"state\.pt .*stateful / hooks\.ema / model \(not.*model\.pt\)", out)
     assert "load_model('runs/points')" in out
     for which in ("best", "latest"):
         checkpoint = load_checkpoint(find_checkpoint("runs/points", which))
@@ -48,18 +47,15 @@ def test_the_evaluated_model_of_a_paused_run(run: Path, capsys: pytest.CaptureFi
     assert main(["train", "points.yaml", "--resume", "optimizer.lr=0.5", EMA,
                  "data.train.batch_size=8", "train.max_epochs=3"]) == 0  # fmt: skip
     message = capsys.readouterr().err
-    assert "  optimizer.lr: 0.01 -> 0.5 (no effect: the state in the checkpoint is" in message
-    assert (
-        "  data.train.batch_size: 4 -> 8 (limits a rank's micro-batch only; each update keeps"
-        in message
-    )
-    assert "an update keeps its 4 samples: accumulative_counts is now 1" in message
+    assert re.search(r"  optimizer\.lr: 0\.01 -> 0\.5 \(no effect: .*checkpoint", message)
+    assert re.search(r"  data\.train\.batch_size: 4 -> 8 \(.*micro-batch only", message)
+    assert "4 samples: accumulative_counts is now 1" in message
     assert "  hooks.stop.at_step: 31 -> not set" in message
     assert max(record["lr"] for record in records(Path("runs/points")) if "lr" in record) <= 0.01
 
     assert main(["train", "runs/points/config.yaml", "--resume"]) == 0
     message = capsys.readouterr().err
-    assert "nothing is left to train: max_epochs is 3" in message
+    assert "left to train: max_epochs is 3" in message
     assert "differ" not in message
 
 

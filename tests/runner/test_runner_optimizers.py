@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -231,16 +232,15 @@ def test_one_mistake_is_one_problem(gan: Path, override: str, said: str) -> None
 
 def test_one_optimizer_is_not_named(gan: Path) -> None:
     messages = complaints(gan, "optimizer={type: SGD, lr: 1}")
-    assert [text.split(": ", 1)[1] for text in messages] == [
-        "schedulers.0.optimizer: remove this setting: the only optimizer has no name",
-        "schedulers.1.optimizer: remove this setting: the only optimizer has no name",
-    ]
+    assert len(messages) == 2
+    for index, text in enumerate(messages):
+        assert f": schedulers.{index}.optimizer: remove this setting" in text
     assert messages[0].startswith("gan.yaml:11: ")
 
 
 def test_options_of_the_class_that_steps_are_checked(run: Path) -> None:
     zero = "{type: ZeroRedundancyOptimizer, optimizer_class: SGD, lr: 1, paramwise: {custom_keys: "
-    with pytest.raises(ConfigError, match="no such option of SGD; did you mean momentum"):
+    with pytest.raises(ConfigError, match="SGD; did you mean momentum"):
         read_sections(load_config("points.yaml", [f"optimizer={zero}{{net: {{momentm: 1}}}}}}}}"]))
 
 
@@ -275,7 +275,7 @@ def test_uneven_shares_are_reported_with_the_section(gan: Path) -> None:
     with pytest.raises(ConfigError) as caught, as_mistakes_in(config):
         build_parts(read_sections(config))
     text = str(caught.value)
-    assert text.startswith("gan.yaml:5: optimizer: cannot be built: ValueError: no optimizer has g")
+    assert re.match(r"gan\.yaml:5: optimizer: .*ValueError: no optimizer .*generator", text)
 
 
 def test_several_optimizers_need_a_step_of_the_models_own(gan: Path) -> None:
@@ -283,7 +283,7 @@ def test_several_optimizers_need_a_step_of_the_models_own(gan: Path) -> None:
         "{_delete_: true, type: SupervisedModel, net: {type: points.Net}, loss: {type: MSELoss}}"
     )
     config = load_config("gan.yaml", [SINGLE, f"model={model}"])
-    with pytest.raises(BuildError, match="SupervisedModel must define train_step to use several"):
+    with pytest.raises(BuildError, match="SupervisedModel must define train_step"):
         build_parts(read_sections(config))
 
 

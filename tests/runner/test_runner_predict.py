@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ def test_data_that_is_shuffled_is_refused(run: Path, capsys: Capture) -> None:
     assert main(["train", "points.yaml"]) == 0
     words = ["--out", "p.npz", "data.test.shuffle=true"]
     assert main(["predict", "points.yaml", *words]) == 1
-    assert "every sample once and in order, but the loader has shuffle" in capsys.readouterr().err
+    assert re.search("once .*in order, .*has shuffle", capsys.readouterr().err)
 
 
 def test_objects(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_objects(tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     assert Runner(model, hooks=()).predict(other, loader=loader) == 5
     assert other.read_text() == path.read_text()
-    with pytest.raises(ValueError, match="predict requires a loader or test_loop"):
+    with pytest.raises(ValueError, match="requires a loader or test_loop"):
         Runner(model, hooks=()).predict(tmp_path / "none.jsonl")
 
 

@@ -1,6 +1,7 @@
 """Trainings that the launcher restarts after a rank has died."""
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -86,12 +87,13 @@ def test_the_same_error_at_the_same_step_three_times_ends_the_training(
     code, _, err = start(*TRAIN, *BAD, "launch.max_restarts=9").finish()
     assert code == 1
     lines = err.splitlines()
-    assert [line for line in lines if line.startswith("restarting")] == [
-        "restarting the only rank from run/checkpoints/step_00000009; 8 of 9 restarts left",
-        "restarting the only rank from run/checkpoints/step_00000009; 7 of 9 restarts left",
-    ]
-    assert lines.count("rank 0 failed after step 10: ValueError: sample 41 is broken") == 3
-    message = lines.index("not restarted: the same error at the same step 3 times")
+    restarts = [line for line in lines if line.startswith("restarting")]
+    for line, left in zip(restarts, (8, 7), strict=True):
+        assert re.search(f"only rank .*run/checkpoints/step_00000009; {left} of 9 ", line)
+    failed = "^rank 0 failed .*step 10: ValueError: sample 41 is broken$"
+    assert len(re.findall(failed, err, re.M)) == 3
+    (message,) = (n for n, line in enumerate(lines) if line.startswith("not restarted: "))
+    assert re.search("same error .*same step 3 times", lines[message])
     assert lines[message + 1] == "ValueError: sample 41 is broken (rank 0)"
 
 
@@ -101,8 +103,8 @@ def test_the_command_ends_with_the_error_of_the_last_restart(start: Start, tmp_p
     deadly = (*of_rank_1, "hooks.checkpoint=false")
     code, _, err = start(*TRAIN, *BAD, *deadly, "--nproc=2", "--max-restarts=1").finish()
     assert code == 1
-    assert "restarting all 2 ranks from the beginning; 0 of 1 restarts left" in err
-    assert "not restarted: no restarts are left (launch.max_restarts is 1)\nProcessKilled: " in err
+    assert re.search("restarting all 2 ranks .*beginning; 0 of 1 ", err)
+    assert re.search(r"not restarted: .*launch\.max_restarts is 1\)\nProcessKilled: ", err)
 
 
 @pytest.mark.slow

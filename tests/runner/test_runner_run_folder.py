@@ -31,7 +31,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone(
         message = capsys.readouterr().err
         owner = f"run is in use by process {running.process.pid} on {socket.gethostname()}, since "
         assert owner in message
-        assert "or start another run with --run-dir run-2" in message
+        assert "another run with --run-dir run-2" in message
     assert before <= set((run / "run/checkpoints").glob("step_*"))
     running.process.send_signal(signal.SIGKILL)
     running.process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -39,10 +40,7 @@ def test_norms_left_out_of_a_sequence_plan(
     if optim:
         config["optim_wrapper"] = optim
     for message in run_ranks(_catch_error, ranks, config):
-        assert (
-            f"the gradient of {param_name!r} must be the same on all ranks of a tensor group"
-            in message
-        )
+        assert re.search(f"gradient of {param_name!r} must .*same .*tensor group", message)
 
 
 @pytest.mark.parametrize(("ranks", "form"), FORMS)

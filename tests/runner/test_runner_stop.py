@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -81,14 +82,14 @@ def test_a_signal_saves_a_checkpoint_and_leaves_no_process(
     code, out, err = command.finish()
     ended_by = number if number == signal.SIGINT else signal.SIGTERM
     assert code == 128 + ended_by, out
-    again = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
-    assert err == f"\nstopping after this step, to save{again}\n"
+    again = "; .*Ctrl-C again.*" if number == signal.SIGINT else ""
+    assert re.fullmatch(f"\nstopping after .*to save{again}\n", err)
     assert command.wait_gone() == []
     line = next(line for line in out.splitlines() if line.startswith(message))
     saved = tmp_path / line.partition("saved ")[2]
     step = json.loads((saved / "checkpoint.json").read_text())["step"]
     assert f"at step {step} " in line
-    assert "continue with: stepwrap train run/config.yaml --resume" in out
+    assert "stepwrap train run/config.yaml --resume" in out
 
 
 OWN_LOADER = "data.train={_delete_: true, type: points.plain_loader"
@@ -137,7 +138,7 @@ def test_a_signal_to_every_process_of_a_job_saves(
         os.kill(process, number)
     code, out, err = command.finish()
     assert code == 128 + signal.SIGTERM, err
-    assert err == "\nstopping after this step, to save\n"
+    assert re.fullmatch("\nstopping after .*to save\n", err)
     assert "stopped by SIGTERM: at step" in out
     assert command.wait_gone() == []
     # No folders of multiprocessing and no incomplete checkpoints are left either.
@@ -190,7 +191,7 @@ def test_a_signal_in_the_final_test_names_the_last_checkpoint(
     code, _, err = command.finish()
     assert code == 128 + signal.SIGTERM
     checkpoint = f"run/checkpoints/step_{12 // nproc:08d}"
-    assert err.startswith(f"stopped by SIGTERM; the last checkpoint is {checkpoint}")
+    assert re.match(f"stopped by SIGTERM; .*last .*{checkpoint}", err)
 
 
 @pytest.mark.slow

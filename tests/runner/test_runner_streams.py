@@ -139,7 +139,5 @@ def test_each_row_once_per_epoch_and_after_a_resume(
 
 def test_rows_that_do_not_divide_evenly_are_an_error_that_names_the_remedy() -> None:
     config = make_config(write("json", 33, 3), run_dir="runs/uneven")
-    with pytest.raises(
-        RanksError, match=r"rank 1 ran out after 4 batches in epoch 1.*uneven_inputs"
-    ):
+    with pytest.raises(RanksError, match="rank 1 ran .*4 batches .*epoch 1.*uneven_inputs"):
         run_ranks(trained, 2, config)

@@ -62,13 +62,13 @@ def test_the_config_must_accept_the_values(run: Path, capsys: pytest.CaptureFixt
     assert text.startswith("space.yaml:1: optimizer.lrr: ")
     assert "did you mean lr?" in text
     text = mistakes("optimizer.type: {choices: [AdamW, SDG]}\n", capsys)
-    assert re.match(r"space.yaml:1: optimizer.type: .*did you mean SGD", text)
+    assert re.match(r"space\.yaml:1: optimizer\.type: .*you mean SGD", text)
     text = mistakes("", capsys)
-    assert "space.yaml:1: a space must map settings to the values to try" in text
+    assert re.search(r"space\.yaml:1: .*must map settings", text)
     text = mistakes(SPACE, capsys, "--metric", "val/acuracy")
-    assert "got 'acuracy'; did you mean accuracy?" in text
+    assert "'acuracy'; did you mean accuracy?" in text
     assert main(["sweep", "points.yaml", "--space", "none.yaml"]) == 2
-    assert "the space none.yaml cannot be read: No such file" in capsys.readouterr().err
+    assert re.search(r"none\.yaml .*read: No such file", capsys.readouterr().err)
 
 
 def test_without_optuna_the_error_names_the_extra(
@@ -98,7 +98,7 @@ def test_a_folder_keeps_one_sweep_and_repeats_interrupted_trials(tmp_path: Path)
     assert again.run_dir(repeated) == sweep.run_dir(trial) == tmp_path / "trial_0000"
     assert again.trials == []
     assert again.run_dir(again.next_trial()) == tmp_path / "trial_0002"
-    with pytest.raises(ValueError, match="holds a sweep with another mode"):
+    with pytest.raises(ValueError, match="sweep with another mode"):
         new_sweep(tmp_path, higher_is_better=False)
 
 
@@ -166,7 +166,8 @@ def test_it_continues_after_ctrl_c_and_a_kill(
     started.process.send_signal(signal.SIGINT)
     code, out, err = started.finish()
     assert code == 130, out + err
-    assert "0 trials: 0 completed, 0 pruned, 0 failed\nstopped by Ctrl-C; the same command" in out
+    assert "0 trials: 0 completed, 0 pruned, 0 failed" in out
+    assert re.search("0 failed\nstopped by Ctrl-C; .*--resume", out)
 
     second = start(*words, "--resume")
     second.wait_for(folder / "trial_0002", 1)
@@ -175,7 +176,7 @@ def test_it_continues_after_ctrl_c_and_a_kill(
 
     code, out, err = start(*words).finish()
     assert code == 2
-    assert "sweeps/points already holds a sweep: continue it with --resume" in err
+    assert re.search("sweeps/points already holds .*--resume", err)
     code, out, err = start(*words, "--resume").finish()
     assert code == 0, out + err
     assert "3 trials: 3 completed, 0 pruned, 0 failed" in out
@@ -206,4 +207,4 @@ def test_a_trial_that_fails_after_sigterm_does_not_count_as_stopped_by_ctrl_c(
     command.process.send_signal(signal.SIGTERM)
     code, out, err = command.finish()
     assert code == 143, out + err
-    assert "0 failed\nstopped by SIGTERM; the same command with --resume continues" in out
+    assert re.search("0 failed\nstopped by SIGTERM; .*--resume", out)

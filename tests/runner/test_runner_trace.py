@@ -1,5 +1,6 @@
 """`trace_collectives` in a config: errors name ranks and lines; weights do not change."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,10 +46,9 @@ def test_a_rank_in_another_call_is_named_with_its_line(
     )
     code, _, err = command.finish()
     assert code == 1
-    assert (
-        "CollectiveError: the ranks [0, 1] must make the same call with the same structure, but "
-        "rank 0 is in mean_scalars (astray.py:12), rank 1 waits in all_reduce (astray.py:10)"
-    ) in err
+    assert re.search(r"CollectiveError: .*ranks \[0, 1\] must .*same call", err)
+    assert re.search(r"rank 0 .*mean_scalars \(astray\.py:12\)", err)
+    assert re.search(r"rank 1 .*all_reduce \(astray\.py:10\)", err)
     assert "Traceback" not in err
     assert command.wait_gone() == []
 
@@ -109,5 +109,5 @@ def test_false_does_not_switch_tracing_off(tmp_path: Path) -> None:
 
 
 def test_the_key_is_true_or_false(run: Path) -> None:
-    with pytest.raises(Exception, match="trace_collectives: must be true or false, got 'yes!'"):
+    with pytest.raises(Exception, match="trace_collectives: .*true or false, .*'yes!'"):
         Runner.from_config(load_config(run / "points.yaml", ["trace_collectives=yes!"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_a_limit_of_a_custom_loader_or_of_tensors_in_memory(tmp_path: Path) -> N
 
 def test_the_options_are_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "digits_single", "--overfit", "0"]) == 2
-    assert "must be a positive integer, got '0'" in capsys.readouterr().err
+    assert "positive integer, got '0'" in capsys.readouterr().err
     assert read_sections(load_config("digits_single", ["overfit=3"])).overfit == 3
 
 
@@ -120,7 +121,7 @@ def test_lr_find_draws_a_curve_and_suggests_a_rate(
     assert main([*words, "--optimizer", "x"]) == 2
     assert "there is no optimizer 'x'" in capsys.readouterr().err
     assert main(["lr-find", "digits_single", "--low", "2", "--high", "1"]) == 2
-    assert "--low must be above 0 and below --high, got 2 and 1" in capsys.readouterr().err
+    assert re.search("--low .*above 0 .*--high, got 2 and 1", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -262,4 +263,4 @@ def test_lr_find_on_two_ranks(tmp_path: Path) -> None:
     words = ["lr-find", "digits_ddp", "--nproc", "2", "--low", "1e-5", "--steps", "30"]
     done = ended("-m", "stepwrap.runner", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "train with it: stepwrap train digits_ddp --nproc=2 optimizer.lr=" in done.stdout
+    assert "stepwrap train digits_ddp --nproc=2 optimizer.lr=" in done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def test_commands_refuse_urls_before_any_work(
         assert main(words.replace("URL", URL).split()) == 2
         text = capsys.readouterr().err
         assert name in text
-        assert f"must be a path on this machine, got the URL {URL}" in text
+        assert re.search(f"path on this machine, .*{URL}", text)
     assert main(["train", "points.yaml", "run_dir=file:///tmp/x"]) == 2
     assert "file:///tmp/x: write /tmp/x" in capsys.readouterr().err
     assert sorted(run.iterdir()) == files

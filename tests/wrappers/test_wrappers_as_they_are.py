@@ -431,7 +431,7 @@ def test_data_sets_of_hugging_face_return_tensors_and_are_divided() -> None:
         4,
         5,
     ]
-    with pytest.raises(ValueError, match="DatasetDict with the splits train.*split: train"):
+    with pytest.raises(ValueError, match="DatasetDict .*splits train.*split: train"):
         build_loader(datasets.DatasetDict(train=rows), batch_size=2)
 
 
@@ -443,7 +443,7 @@ def test_text_collator_mistakes() -> None:
     with pytest.raises(ValueError, match="padding token: set its pad_token"):
         TextCollator(tokenizer)
     tokenizer.pad_token = "[PAD]"
-    with pytest.raises(KeyError, match="label='lable' is not a column.*did you mean label"):
+    with pytest.raises(KeyError, match="label='lable' .*did you mean label"):
         TextCollator(tokenizer, label="lable")([{"text": "a", "label": 0}])
     batch = TextCollator(tokenizer, label="label")(
         [{"text": "a", "label": 1}, {"text": "", "label": 0}]
@@ -474,9 +474,7 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     from stepwrap.registry import import_path
 
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
-    with pytest.raises(
-        ImportError, match=r"timm is not installed; pip install 'stepwrap\[vision\]'"
-    ):
+    with pytest.raises(ImportError, match=r"timm .*pip install 'stepwrap\[vision\]'"):
         import_path("timm.create_model")
 
 

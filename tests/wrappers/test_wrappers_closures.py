@@ -83,7 +83,7 @@ def test_in_bfloat16() -> None:
 def test_parameters_of_another_model() -> None:
     wrapper = ByClosure(model())
     optim = OptimWrapper(torch.optim.LBFGS(model().parameters()))
-    with pytest.raises(RuntimeError, match="no parameter of LBFGS has a gradient"):
+    with pytest.raises(RuntimeError, match="no parameter of LBFGS .*gradient"):
         wrapper.train_step(batch(), optim)
 
 
@@ -124,7 +124,7 @@ def test_the_bare_model_is_refused() -> None:
     """Each rank would search by its own loss and get other weights."""
     wrapper = ByClosure(model())
     optim = OptimWrapper(torch.optim.LBFGS(wrapper.parameters()))
-    with pytest.raises(TypeError, match="got SupervisedModel: give self, not self.module"):
+    with pytest.raises(TypeError, match=r"got SupervisedModel: .*self, not self\.module"):
         optim.update_by_closure(lambda: wrapper(*batch(), mode="loss")["loss"], wrapper.module)
     assert optim.inner_count == 0
 

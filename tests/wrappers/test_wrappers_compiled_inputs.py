@@ -1,6 +1,7 @@
 """Tensors that a compiled step reads and updates."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -129,7 +130,7 @@ def test_gradients_of_parameters_that_no_optimizer_updates(
         optim.optimizer.add_param_group({"params": list(model.net.last.parameters())})
 
     assert_same(1e-10, Net, some, at({CHANGED_AT: add}))
-    assert caplog.text.count("gets gradients, but the optimizer does not update it") == 1
+    assert len(re.findall("gets gradients, .*not update it", caplog.text)) == 1
 
 
 @pytest.mark.slow
@@ -282,7 +283,7 @@ def test_logs_that_are_lists_of_tensors(caplog: pytest.LogCaptureFixture) -> Non
         return batch_at(index, dtype)[0], batch_at(-index, dtype)[0]
 
     assert_same(0.0, Listed, sgd, make_batch=make_batch)
-    assert caplog.text.count("one of its logs is a list") == 1
+    assert caplog.text.count("logs is a list") == 1
 
 
 @pytest.mark.slow

@@ -311,9 +311,7 @@ def test_a_difference_that_appears_later_ends_the_training(monkeypatch: pytest.M
     def halve(*_: Any) -> None:
         monkeypatch.setattr(Rule, "factor", lambda self: 0.5)
 
-    with pytest.raises(
-        StepMismatchError, match=r"differs .* step 10: they were last equal at step 2"
-    ):
+    with pytest.raises(StepMismatchError, match="differs .* step 10: .*equal at step 2"):
         train(True, Ruled, sgd, at({CHANGED_AT: halve}))
 
 
@@ -323,4 +321,4 @@ def test_short_runs_are_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
 
     _, _, wrapper = train(True, Net, sgd, at({0: begin}), min_steps=25)
     assert not wrapper.batch_runner.programs
-    assert "the run has 24 updates, fewer than min_steps=25" in caplog.text
+    assert "24 updates, fewer than min_steps=25" in caplog.text

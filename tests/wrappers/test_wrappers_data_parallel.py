@@ -196,15 +196,15 @@ def test_copies_of_the_wrapper_are_independent() -> None:
 def test_refusals() -> None:
     with pytest.raises(TypeError, match="OwnStep overrides train_step.*subclass of StepData"):
         step(OwnStep())
-    with pytest.raises(ValueError, match="device_ids must name at least one device"):
+    with pytest.raises(ValueError, match="device_ids must .*at least one"):
         StepDataParallel(classifier(), [])
-    with pytest.raises(ValueError, match="device_ids must name CUDA devices or cpu, got meta"):
+    with pytest.raises(ValueError, match="device_ids must .*CUDA .*cpu, got meta"):
         StepDataParallel(classifier(), ["cpu", "meta"])
     count = torch.cuda.device_count()
     message = f"device_ids names cuda:{count}, but there are {count} CUDA"
     with pytest.raises(ValueError, match=message):
         StepDataParallel(classifier(), [count])
-    with pytest.raises(RuntimeError, match=r"on device cpu \(device_ids\[0\]\) but .*: meta"):
+    with pytest.raises(RuntimeError, match=r"device cpu \(device_ids\[0\]\) .*: meta"):
         step(classifier().to("meta"))(torch.zeros(2, 6))
 
 
@@ -367,7 +367,7 @@ def test_cuda_graphs_and_other_devices_are_refused() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         inputs.add_(1)
-        with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
+        with pytest.raises(RuntimeError, match="cannot .*captured .*CUDA graph"):
             model(inputs)
     with pytest.raises(RuntimeError, match=r"on device cpu \(device_ids\[0\]\)"):
         ReplicationCallbackDataParallel(nn.Linear(2, 2).cuda(), ["cpu"])(inputs)

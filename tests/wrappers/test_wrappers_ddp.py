@@ -181,14 +181,14 @@ def test_models_with_a_training_step_need_a_subclass() -> None:
 
 @on_ranks(2)
 def test_frozen_models_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="any parameter that requires a gradient"):
+    with pytest.raises(RuntimeError, match="parameter that requires a gradient"):
         StepDistributedDataParallel(classifier().requires_grad_(False))
 
 
 def test_options_are_checked_by_name() -> None:
-    with pytest.raises(TypeError, match=r"no argument 'find_unused'; did you mean find_unused_p"):
+    with pytest.raises(TypeError, match="'find_unused'; did you mean find_unused_parameters"):
         StepDistributedDataParallel(classifier(), find_unused=True)
-    with pytest.raises(TypeError, match=r"no argument 'zzz'; it takes detect_anomalous_params, "):
+    with pytest.raises(TypeError, match="no argument 'zzz'; .*detect_anomalous_params, "):
         StepDistributedDataParallel(classifier(), zzz=True)
 
 

@@ -113,7 +113,7 @@ def test_an_optimizer_made_after_a_forward() -> None:
         """Create the optimizer between a forward and its backward."""
         loss = model(*data[0], mode="loss")["loss"]
         if isinstance(model, StepFullyShardedDataParallel):
-            with pytest.raises(ValueError, match="is a temporary unsharded view of fsdp"):
+            with pytest.raises(ValueError, match="temporary unsharded view of fsdp"):
                 sgd(model.module)
         optim = OptimWrapper(torch.optim.SGD(list(model.parameters()), lr=0.1))
         optim.update_params(loss)

@@ -245,14 +245,14 @@ def test_hooks_that_do_not_average_are_refused(kind: Any, hook: Any, refused: st
 def test_local_sgd_and_join_are_refused() -> None:
     options: Any = {"period": 2, "optimizer_class": "SGD", "lr": 0.1}
     optimizer = PostLocalSGD(classifier().parameters(), **options)
-    with pytest.raises(ValueError, match="PostLocalSGD updates each rank by the rank's own"):
+    with pytest.raises(ValueError, match="PostLocalSGD .*loss_weight"):
         OptimWrapper(optimizer, loss_weight="samples")
     wrapper = StepDistributedDataParallel(Tagger())
     with wrapper.join():
         optim_wrapper = get_optimizer(wrapper, Weighted())
-        with pytest.raises(ValueError, match=r"loss_weight cannot be combined with join\(\)"):
+        with pytest.raises(ValueError, match=r"loss_weight cannot .*join\(\)"):
             optim_wrapper.optim_context(wrapper)
-    with pytest.raises(ValueError, match=r"loss_weight cannot be combined with join\(\)"):
+    with pytest.raises(ValueError, match=r"loss_weight cannot .*join\(\)"):
         wrapper.join().__enter__()
 
 

@@ -126,7 +126,7 @@ def test_other_types_are_refused(value: object) -> None:
 
 
 def test_a_bare_tensor_is_refused() -> None:
-    with pytest.raises(TypeError, match="must return a dict of losses, got Tensor"):
+    with pytest.raises(TypeError, match="dict of losses, got Tensor"):
         parse_losses(torch.tensor(1.0))
 
 
@@ -218,7 +218,7 @@ def test_an_output_without_loss_asks_for_labels() -> None:
 def test_in_a_plain_dict_every_tensor_is_logged(kind: Any) -> None:
     _, logs = parse_losses(kind(loss=torch.tensor(1.0), logits=torch.ones(2)))
     assert set(logs) == {"loss", "logits"}
-    with pytest.raises(TypeError, match="cache is not a tensor or list of tensors, got Cache"):
+    with pytest.raises(TypeError, match="cache .*not a tensor .* Cache"):
         parse_losses(kind(loss=torch.tensor(1.0), cache=Cache()))
 
 

@@ -25,7 +25,7 @@ def test_preprocessor_argument() -> None:
     assert built([torch.ones(1)])[0].item() == 0
     with pytest.raises(
         TypeError,
-        match="^data_preprocessor should be a `dict` or `nn.Module` instance, but got int",
+        match="^data_preprocessor .*`dict` or `nn.Module` .*int",
     ):
         Doubler(3)
 
@@ -59,7 +59,7 @@ def test_supervised_modes() -> None:
     assert torch.equal(torch.stack(predictions), scores)
     loss = model(inputs, target, mode="loss")
     assert torch.equal(loss["loss"], nn.functional.cross_entropy(scores, target))
-    with pytest.raises(ValueError, match="mode must be 'loss', 'predict' or 'tensor', got 'x'"):
+    with pytest.raises(ValueError, match="mode .*'loss', 'predict' .*'tensor', got 'x'"):
         model(inputs, mode="x")
 
 
@@ -81,9 +81,9 @@ def test_supervised_with_named_entries() -> None:
     model.train_step(batch, sgd(model))
     assert set(model.val_step(batch)) == {"preds", "target", "loss", "num_samples"}
     assert set(model.val_step({"image": inputs})) == {"preds", "num_samples"}
-    with pytest.raises(KeyError, match=r"input_key='image' is not in the batch.*\['img'\]"):
+    with pytest.raises(KeyError, match=r"input_key='image' .*not in the batch.*\['img'\]"):
         model.val_step({"img": inputs})
-    with pytest.raises(KeyError, match="target_key='label' is not in the batch"):
+    with pytest.raises(KeyError, match="target_key='label' .*not in the batch"):
         model(image=inputs, mode="loss")
 
 
@@ -98,7 +98,7 @@ def test_supervised_loss_functions() -> None:
     model = SupervisedModel(mlp(), two)
     logs = model.train_step([inputs, target], sgd(model))
     assert torch.equal(logs["loss"], logs["loss_ce"] + logs["loss_l2"])
-    with pytest.raises(TypeError, match="loss must be callable, got str"):
+    with pytest.raises(TypeError, match="loss must .*callable, got str"):
         SupervisedModel(mlp(), "CrossEntropyLoss")
 
 
@@ -113,7 +113,7 @@ def test_prediction_needs_samples() -> None:
             return inputs, inputs
 
     model = SupervisedModel(Pair(), nn.MSELoss())
-    with pytest.raises(TypeError, match="mode='predict' needs a net that returns a tensor"):
+    with pytest.raises(TypeError, match="mode='predict' .*net .*returns a tensor"):
         model(torch.ones(2, 1), mode="predict")
     assert model.val_step([torch.ones(2, 1)])["num_samples"] == 2
 

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ def test_batch_norm_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
             both.initialize_count_status(nn.BatchNorm1d(2), 0, 8)
             wrapper.initialize_count_status(nn.BatchNorm1d(2), 0, 8)
     (message,) = caplog.messages
-    assert "statistics from single micro-batches, also with accumulative_counts=2" in message
+    assert re.search("single micro-batches, .*accumulative_counts=2", message)
 
 
 @on_ranks(2)
@@ -272,7 +273,7 @@ def test_a_new_number_of_micro_batches_counts_from_the_next_window(
         if at == 6:
             optim.accumulate(4)
         if at == 11:
-            with pytest.raises(RuntimeError, match=r"between two windows, but 1 of the 4"):
+            with pytest.raises(RuntimeError, match="between two windows, .*1 of the 4"):
                 optim.accumulate(3)
         if resumes and at in (10, 12):
             saved, weights, before = optim.state_dict(), model.state_dict(), optim
@@ -326,7 +327,7 @@ def test_clip_value_without_a_type_clips_by_value() -> None:
 
 
 def test_a_config_is_not_an_optimizer() -> None:
-    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, got dict"):
+    with pytest.raises(TypeError, match=r"must .*torch\.optim\.Optimizer, got dict"):
         OptimWrapper({"type": "SGD"})
 
 
@@ -387,7 +388,7 @@ def test_name_defaults_and_text() -> None:
 def test_the_state_of_another_optimizer_is_refused() -> None:
     parameters = [nn.Parameter(torch.ones(2))]
     state = OptimWrapper(torch.optim.AdamW(parameters)).state_dict()
-    with pytest.raises(ValueError, match="optimizer is SGD, but the state to load is of AdamW"):
+    with pytest.raises(ValueError, match="optimizer is SGD, .*state .*AdamW"):
         OptimWrapper(torch.optim.SGD(parameters, lr=0.1)).load_state_dict(state)
 
 
@@ -397,7 +398,7 @@ def test_an_update_without_gradients(kind: Any) -> None:
     optim = kind(torch.optim.SGD([weight], lr=0.1), accumulative_counts=2)
     # A window may begin with a loss that does not reach its parameters.
     optim.update_params(other.sum())
-    with pytest.raises(RuntimeError, match=r"no parameter of SGD .*optimizer after wrapping"):
+    with pytest.raises(RuntimeError, match="no parameter .*SGD .*after wrapping"):
         optim.update_params(other.sum())
     optim.update_params(weight.sum())
     optim.update_params(other.sum())
@@ -412,7 +413,7 @@ def test_frozen_parameters_need_no_gradient() -> None:
     optim = OptimWrapper(torch.optim.SGD([{"params": [frozen]}], lr=0.1))
     optim.update_params(other.sum())
     frozen.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="no parameter of SGD has a gradient"):
+    with pytest.raises(RuntimeError, match="no parameter of SGD .*gradient"):
         optim.update_params(other.sum())
     half = OptimWrapper(torch.optim.SGD([{"params": [frozen]}, {"params": [other]}], lr=0.1))
     half.update_params(other.sum())
@@ -430,7 +431,7 @@ def test_a_resumed_wrapper_checks_gradients_again() -> None:
     optim.update_params(weight.sum())
     later = _sgd(weight)
     later.load_state_dict(saved_wrapper.state_dict())
-    with pytest.raises(RuntimeError, match="no parameter of SGD has a gradient"):
+    with pytest.raises(RuntimeError, match="no parameter of SGD .*gradient"):
         later.update_params(_parameter().sum())
 
 
@@ -557,11 +558,9 @@ def test_state_by_member() -> None:
     again.load_state_dict(group.state_dict())
     assert [wrapper.inner_count for wrapper in again.values()] == [1, 1]
     assert again["gen"].optimizer.state_dict()["state"][0]["momentum_buffer"].item() == 1.0
-    with pytest.raises(
-        AssertionError, match=r"^Mismatched `state_dict`! cannot found other in .*gen"
-    ):
+    with pytest.raises(AssertionError, match="^Mismatched `state_dict`! .*other .*gen"):
         again.load_state_dict({"other": {}})
-    with pytest.raises(KeyError, match="Cannot find other in OptimWrapperDict, it has .*'disc'"):
+    with pytest.raises(KeyError, match="find other in OptimWrapperDict, .*'disc'"):
         again["other"]
     assert again.get("other") is None
 
@@ -569,7 +568,7 @@ def test_state_by_member() -> None:
 def test_only_optimizer_wrappers() -> None:
     with pytest.raises(
         AssertionError,
-        match="^`OptimWrapperDict` only accept OptimWrapper instance, but got gen: .*SGD",
+        match="^`OptimWrapperDict` only accept .*gen: .*SGD",
     ):
         OptimWrapperDict(gen=torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
 

@@ -222,16 +222,16 @@ def test_arguments_of_the_optimizer_are_checked() -> None:
         param_groups(Net(), lr=1.0, paramwise={"custom_keys": {"embed": custom}}, optimizer=cls)
 
     build(AdamW, betas=[0.5, 0.9])
-    with pytest.raises(ValueError, match="no such option of AdamW; did you mean betas"):
+    with pytest.raises(ValueError, match="AdamW; did you mean betas"):
         build(AdamW, beta=[0.5, 0.9])
-    with pytest.raises(ValueError, match="embed.amsgrad: must be true or false"):
+    with pytest.raises(ValueError, match=r"embed\.amsgrad: .*true or false"):
         build(AdamW, amsgrad=3)
     with pytest.raises(ValueError, match="embed.decay_mult: Rprop has no weight_decay"):
         build(Rprop, decay_mult=0.5)
 
 
 def test_nothing_to_multiply_is_an_error() -> None:
-    with pytest.raises(ValueError, match="bias decay multiplies weight_decay, which is not set"):
+    with pytest.raises(ValueError, match="bias decay .*weight_decay, .*not set"):
         param_groups(Net(), lr=1.0, paramwise={"bias_decay_mult": 0.0})
 
 
@@ -303,7 +303,7 @@ def test_a_shared_parameter_is_there_once() -> None:
     model = Tied()
     assert len(options(grouped(model, bias_decay_mult=0.0), model)) == 2
     keys = {"out": {"lr_mult": 2.0}}
-    with pytest.raises(ValueError, match=r"embed\.weight and out\.weight are one parameter"):
+    with pytest.raises(ValueError, match=r"embed\.weight and out\.weight are one"):
         grouped(model, custom_keys=keys)
     by_name = options(grouped(model, custom_keys=keys, bypass_duplicate=True), model)
     assert by_name == {"embed.weight": (1.0, 0.5), "out.bias": (2.0, 0.5)}

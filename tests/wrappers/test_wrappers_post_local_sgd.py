@@ -132,7 +132,7 @@ def test_wrong_options() -> None:
     parameters = list(mlp().parameters())
     with pytest.raises(TypeError, match="AdamW has no argument 'learning_rate'"):
         ZeroRedundancyOptimizer(parameters, "AdamW", learning_rate=0.1)
-    with pytest.raises(TypeError, match="SGD has no argument 'momentun'; did you mean momentum"):
+    with pytest.raises(TypeError, match="SGD .*'momentun'; .*you mean momentum"):
         PostLocalSGD(parameters, "SGD", period=2, momentun=0.9)
     with pytest.raises(KeyError, match="did you mean AdamW"):
         ZeroRedundancyOptimizer(parameters, "AdmW")

@@ -123,7 +123,7 @@ def test_wrong_checkpointing(spec: Any, error: type[Exception], text: str) -> No
 def test_a_forward_of_the_instance_is_refused() -> None:
     net = seeded()
     net.blocks[0].forward = net.head.forward  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=r"the forward of 'blocks.0' was replaced"):
+    with pytest.raises(ValueError, match=r"forward of 'blocks\.0' was replaced"):
         checkpoint_activations(net, "Block")
 
 
@@ -135,7 +135,7 @@ def test_checkpointed_copies() -> None:
     synced = StepDataParallel(net, ["cpu", "cpu"], sync_batchnorm=True)
     with pytest.raises(RuntimeError, match="cannot be checkpointed under dp"):
         train(synced)
-    with pytest.raises(TypeError, match="must not be compiled, because compiled code"):
+    with pytest.raises(TypeError, match="must not be compiled"):
         StepDataParallel(compile_model(seeded(), {"backend": "eager"}))
 
 
@@ -349,7 +349,7 @@ def test_auto_checks_the_tables_of_all() -> None:
     model = SupervisedModel(seeded(), nn.CrossEntropyLoss())
     with pytest.raises(TypeError, match="did you mean find_unused_parameters"):
         wrap_model(auto, model, ddp={"find_unused": True})
-    with pytest.raises(TypeError, match="auto has no argument 'memory'; did you mean memory_gib"):
+    with pytest.raises(TypeError, match="auto .*'memory'; .*you mean memory_gib"):
         wrap_model(auto, model, memory=1)
 
 
@@ -357,7 +357,8 @@ def test_auto_logs_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "stepwrap"):
         wrapped = wrap_model(auto, SupervisedModel(seeded(), nn.CrossEntropyLoss()))
     assert type(wrapped) is SingleDevice
-    assert caplog.messages == ["wrapper: single, because there is one data rank"]
+    (message,) = caplog.messages
+    assert re.match("wrapper: single, .*one data rank", message)
 
 
 class Records(logging.Handler):

@@ -77,7 +77,7 @@ def test_non_blocking_is_passed_to_to() -> None:
         moved = preprocess({"a": [movable, torch.ones(1)]})
         assert movable.asked == [("meta", options)]
         assert moved["a"][1].is_meta
-    with pytest.raises(TypeError, match="mean must be a number, got True; pass non_blocking by"):
+    with pytest.raises(TypeError, match="mean .*number, got True; .*non_blocking"):
         DataPreprocessor(True)
 
 
@@ -182,9 +182,9 @@ def test_normalisation_survives_moves_and_copies() -> None:
 def test_wrong_settings() -> None:
     with pytest.raises(ValueError, match="std must be positive"):
         DataPreprocessor(std=[1.0, 0.0])
-    with pytest.raises(TypeError, match="mean must be a number or a list of numbers"):
+    with pytest.raises(TypeError, match="mean must .*list of numbers"):
         DataPreprocessor(mean="1.0")
-    with pytest.raises(KeyError, match="'inputs' is not in the batch; it has"):
+    with pytest.raises(KeyError, match=r"'inputs' .*not in the batch; .*\['x'\]"):
         DataPreprocessor(mean=1.0)({"x": torch.ones(1)})
-    with pytest.raises(TypeError, match="cannot normalise entry 'x' of a batch of type list"):
+    with pytest.raises(TypeError, match="normalise entry 'x' .*type list"):
         DataPreprocessor(mean=1.0, input_key="x")([torch.ones(1)])

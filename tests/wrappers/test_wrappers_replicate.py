@@ -83,14 +83,14 @@ def test_contexts() -> None:
     assert calls[0][2].num_copies == 2
     assert calls[0][2] is not contexts[0]
     assert calls[0][2].session is not contexts[0].session
-    with pytest.raises(AttributeError, match=r"layer 'inner\.1\.0' has no attribute 'total'"):
+    with pytest.raises(AttributeError, match=r"layer 'inner\.1\.0' .*no attribute 'total'"):
         _ = contexts[1].total
 
 
 def test_copies_that_differ_are_refused() -> None:
     """No callback is called if the copies differ."""
     calls: Calls = []
-    with pytest.raises(ValueError, match=r"copy 1 .* position 1 \(layer '0'\) it has ReLU, .*Tanh"):
+    with pytest.raises(ValueError, match=r"copy 1 .*position 1 \(layer '0'\) .*ReLU, .*Tanh"):
         exec_data_parallel_replication_callback(
             [nn.Sequential(nn.Tanh(), Called("a", calls)), nn.Sequential(nn.ReLU(), nn.Tanh())]
         )
@@ -380,12 +380,12 @@ def test_copies_take_as_many_threads_as_the_caller_has_set() -> None:
 
 def test_compiled_parts_are_refused() -> None:
     compiled = torch.compile(nn.Linear(2, 2), backend="eager")
-    with pytest.raises(TypeError, match=r"0 \(Linear\) must not be compiled, .* use ddp"):
+    with pytest.raises(TypeError, match=r"0 \(Linear\) .*compiled, .*use ddp"):
         parallel(nn.Sequential(compiled))
     module = nn.Linear(2, 2)
     model = parallel(module)
     module.compile(backend="eager")
-    with pytest.raises(TypeError, match=r"the module \(Linear\) must not be compiled"):
+    with pytest.raises(TypeError, match=r"module \(Linear\) .*not be compiled"):
         model(torch.zeros(2, 2))
 
 

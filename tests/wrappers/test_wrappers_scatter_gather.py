@@ -80,12 +80,12 @@ def test_along_another_dimension() -> None:
     batch = torch.arange(6).view(2, 3)
     assert torch.equal(model(batch)["inputs"][0], batch)
     assert {inputs[0].shape for inputs, _ in model.module.seen} == {(2, 2), (2, 1)}
-    with pytest.raises(ValueError, match=r"argument \[0\]\[0\] of shape \(3,\) cannot be .* dim=1"):
+    with pytest.raises(ValueError, match=r"argument \[0\]\[0\] .*shape \(3,\) cannot .*dim=1"):
         model(torch.arange(3))
 
 
 def test_tensors_that_do_not_belong_together() -> None:
-    with pytest.raises(ValueError, match=r"of size 5 into 3 chunks.*\['y'\] of size 2 into 2"):
+    with pytest.raises(ValueError, match=r"size 5 into 3 .*\['y'\] .*size 2 into 2"):
         echo(3)(torch.zeros(5), y=torch.zeros(2))
 
 
@@ -166,9 +166,7 @@ def test_a_custom_gather() -> None:
 
     assert echo(2, gather=last)(torch.arange(4)).tolist() == [2, 3]
     assert echo(2, gather="dict_gather")(torch.arange(4))["inputs"][0].tolist() == [0, 1, 2, 3]
-    with pytest.raises(
-        ValueError, match="gather must be a function, or user_scattered or .* or dict"
-    ):
+    with pytest.raises(ValueError, match="gather must .*function, .*user_scattered or .*dict"):
         echo(2, gather="last")
-    with pytest.raises(TypeError, match="gather must be a function, got int"):
+    with pytest.raises(TypeError, match="gather must .*function, got int"):
         echo(2, gather=1)

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import random
+import re
 import signal
 import threading
 import time
@@ -146,13 +147,13 @@ def test_a_copy_that_skips_the_layer(delay_s: float) -> None:
     for index in (0, 2):
         assert type(results[index]) is ReplicationError
     texts = " ".join(str(results[index]) for index in (0, 2))
-    assert "copy 1 finished without reaching layer 'bn1' (call 2)" in texts
+    assert re.search(r"copy 1 finished .*layer 'bn1' \(call 2\)", texts)
 
 
 def test_copies_in_different_layers() -> None:
     """Neither copy ends, and neither can continue."""
     for result in run_copies(ReplicationSession(2, LIMIT_S), meeting(layer="bn{}")):
-        with pytest.raises(ReplicationError, match=r"layer 'bn\d' \(call 1\).*the same order"):
+        with pytest.raises(ReplicationError, match=r"layer 'bn\d' \(call 1\).*same order"):
             raise result
 
 
@@ -171,7 +172,7 @@ def test_a_failing_combine() -> None:
 
 def test_a_combine_with_too_few_replies() -> None:
     session = ReplicationSession(1, LIMIT_S)
-    with pytest.raises(ValueError, match=r"the module itself \(call 1\).*1 copies, got 0"):
+    with pytest.raises(ValueError, match=r"module itself \(call 1\).*1 copies, got 0"):
         session.rendezvous("", 0, 1, lambda messages: [])
 
 
@@ -251,7 +252,7 @@ def test_an_interrupt_of_a_waiting_copy() -> None:
 def test_a_call_after_the_end() -> None:
     session = ReplicationSession(2, LIMIT_S)
     session.finish(0)
-    with pytest.raises(ReplicationError, match="copy 0 calls layer 'bn' after its forward"):
+    with pytest.raises(ReplicationError, match="copy 0 calls layer 'bn' after"):
         session.rendezvous("bn", 0, 0, total)
     alone = ReplicationSession(1, LIMIT_S)
     alone.finish(0)

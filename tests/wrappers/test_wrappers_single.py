@@ -214,7 +214,7 @@ def test_logs_that_are_not_numbers_are_refused() -> None:
         return {**usual(wrapper, data, optim_wrapper), "note": "good"}
 
     wrapper, optim = made(wordy)
-    with pytest.raises(TypeError, match="wordy must return numbers or tensors, got note='good'"):
+    with pytest.raises(TypeError, match="wordy .*numbers or tensors, .*note='good'"):
         wrapper.train_step(batches(1)[0], optim)
 
 
@@ -255,13 +255,13 @@ class ByName(BaseModel):
 def test_an_optimizer_is_no_optimizer_wrapper(make: Any) -> None:
     model, (batch,) = make(), batches(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"got an object of type SGD; .*OptimWrapper\(optimizer\)"):
+    with pytest.raises(TypeError, match=r"got .*type SGD; .*OptimWrapper\(optimizer\)"):
         model.train_step(batch, optimizer)
-    with pytest.raises(TypeError, match=r"got an object of type list; .*OptimWrapperDict\("):
+    with pytest.raises(TypeError, match=r"got .*type list; .*OptimWrapperDict\("):
         model.train_step(batch, [optimizer])
-    with pytest.raises(TypeError, match="got an object of type NoneType"):
+    with pytest.raises(TypeError, match="got .*type NoneType"):
         model.train_step(batch, None)
-    with pytest.raises(TypeError, match=r"of type list; exchange|of type list; name several"):
+    with pytest.raises(TypeError, match="type list; (exchange|name several)"):
         model.train_step(OptimWrapper(optimizer), batch)
 
 
@@ -272,7 +272,7 @@ def test_an_error_of_the_step_itself_is_kept() -> None:
     wrapper: Any = stepped(SingleDevice, broken)(classifier())
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
     for optim in (optimizer, OptimWrapper(optimizer)):
-        with pytest.raises(AttributeError, match="'list' object has no attribute 'missing'"):
+        with pytest.raises(AttributeError, match="'list' object .*no attribute 'missing'"):
             wrapper.train_step(batches(1)[0], optim)
 
 

@@ -1,5 +1,6 @@
 """Gradients that must be equal on all ranks of a tensor group are compared once."""
 
+import re
 from typing import Any
 
 import pytest
@@ -60,9 +61,9 @@ def _make_layers(net: Net, kind: str) -> OptimWrapper:
 def test_gradients_that_differ_are_named(kind: str) -> None:
     scaled, other, exact = _split(scales=True), _split(), _split()
     scale = _step(scaled, _make_layers(scaled, kind), _inputs())
-    assert "the gradient of 'scale' must be the same on all ranks" in scale
+    assert re.search("gradient of 'scale' must .*same", scale)
     batch = _step(other, _make_layers(other, kind), _inputs(dist.get_rank()))
-    assert "the gradient of 'enter.weight' must be the same on all ranks of a tensor" in batch
+    assert re.search(r"gradient of 'enter\.weight' must .*same", batch)
     assert "tensor group (here 0, 1), because" in batch
     assert "these ranks get different batches" in batch
     assert not _step(exact, _make_layers(exact, kind), _inputs())
@@ -74,7 +75,7 @@ def test_all_tensor_groups_raise() -> None:
     optim = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
     # Only the ranks of the second tensor group see different batches.
     text = _step(net, optim, _inputs(max(dist.get_rank(), 1)))
-    assert "must be the same on all ranks" in text
+    assert "must be the same" in text
 
 
 @on_ranks(2)

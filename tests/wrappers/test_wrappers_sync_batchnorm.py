@@ -137,7 +137,7 @@ def test_unknown_modes() -> None:
         set_sbn_eps_mode("minus")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="eps_mode must be"):
         SynchronizedBatchNorm2d(3, eps_mode="minus")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="precision must be 'fp32' or 'fp64', got 'fp16'"):
+    with pytest.raises(ValueError, match="precision .*'fp32' .*'fp64', got 'fp16'"):
         SynchronizedBatchNorm2d(3, precision="fp16")  # type: ignore[arg-type]
 
 
@@ -391,7 +391,7 @@ def test_replicas_that_skip_the_layer_or_fail() -> None:
     x = torch.rand(4, CHANNELS) + 0.1
     skipping, failing = x.clone(), x.clone()
     skipping[2, 0], failing[2, 0] = -1, 13
-    with pytest.raises(ReplicationError, match="copy 1 finished without reaching layer 'norm'"):
+    with pytest.raises(ReplicationError, match="copy 1 finished .*layer 'norm'"):
         parallel(skipping)
     with pytest.raises(KeyError, match="broken chunk"):
         parallel(failing)

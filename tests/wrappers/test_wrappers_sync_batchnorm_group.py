@@ -143,7 +143,7 @@ def test_groups_of_some_ranks() -> None:
         bn_case = Case("2d", [3 * tensor for tensor in bn_case.inputs], bn_case.cotangents)
     copied = copy.deepcopy(_layer("2d", torch.float64, process_group=group))
     assert copied.process_group is group
-    with pytest.raises(ValueError, match="not a member of the layer's process_group"):
+    with pytest.raises(ValueError, match="not a member .*process_group"):
         _layer("2d", torch.float64, process_group=groups[1 - dist.get_rank() // 2])(
             bn_case.inputs[0]
         )
@@ -269,5 +269,5 @@ def test_outputs_that_cannot_be_gathered_and_a_positional_mode() -> None:
     with pytest.raises(ValueError, match="at least one copy"):
         dict_gather([], cpu)
     model = SupervisedModel(nn.Linear(3, 2), nn.CrossEntropyLoss())
-    with pytest.raises(TypeError, match="mode must be given by its name"):
+    with pytest.raises(TypeError, match="mode .*by its name: mode='loss'"):
         StepDataParallel(model, ["cpu", "cpu"])(torch.ones(4, 3), torch.zeros(4).long(), "loss")

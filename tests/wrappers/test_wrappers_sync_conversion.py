@@ -161,7 +161,7 @@ def test_torchs_implementation(training: bool) -> None:
     ours = SynchronizedBatchNorm2d(3)
     assert type(convert_sync_batchnorm(ours, "torch")) is nn.SyncBatchNorm
     assert type(revert_sync_batchnorm(ours)) is nn.BatchNorm2d
-    with pytest.raises(ValueError, match='^sync_bn should be "torch" or "stepwrap", but got .mmcv'):
+    with pytest.raises(ValueError, match='^sync_bn .*"torch" or "stepwrap", .*mmcv'):
         convert_sync_batchnorm(model, implementation="mmcv")
 
 
@@ -289,9 +289,9 @@ def test_precision() -> None:
     revert_sync_batchnorm(model)
     assert not any("precision" in vars(norm) for norm in _norms(model))
     assert {norm.precision for norm in _norms(convert_sync_batchnorm(model))} == {"fp32"}
-    with pytest.raises(ValueError, match="precision must be 'fp32' or 'fp64', got 'double'"):
+    with pytest.raises(ValueError, match="precision .*'fp32' .*'fp64', got 'double'"):
         convert_sync_batchnorm(model, precision="double")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="whose layers do not have it"):
+    with pytest.raises(ValueError, match="precision must .*None .*implementation='torch'"):
         convert_sync_batchnorm(model, "torch", precision="fp64")
 
 
@@ -303,7 +303,7 @@ def test_precision_by_option() -> None:
         )
 
     assert build(precision="fp64").module.net[1].precision == "fp64"
-    with pytest.raises(TypeError, match="sync_batchnorm has no argument .*did you mean precision"):
+    with pytest.raises(TypeError, match="sync_batchnorm .*'precison'; .*you mean precision"):
         build(precison="fp64")
 
 

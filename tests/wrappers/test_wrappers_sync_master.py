@@ -113,7 +113,7 @@ def test_a_slave_that_does_not_run() -> None:
 def test_a_master_that_does_not_run() -> None:
     master = SyncMaster(scaled, timeout_s=0.05)
     pipe = master.register_slave(7)
-    with pytest.raises(ReplicationError, match=r"copy 0 .* did not arrive within timeout_s=0\.05"):
+    with pytest.raises(ReplicationError, match=r"copy 0 .*not arrive .*timeout_s=0\.05"):
         pipe.run_slave(1)
 
 
@@ -147,7 +147,7 @@ def test_a_new_replication_ends_the_old_one() -> None:
     master.register_slave(1)
     with pytest.raises(ReplicationError, match="another replication"):
         earlier_slave.run_slave(1)
-    with pytest.raises(ValueError, match="identifier must not be 0, which is the master's"):
+    with pytest.raises(ValueError, match="identifier must not be 0"):
         master.register_slave(0)
 
 

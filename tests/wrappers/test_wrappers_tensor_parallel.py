@@ -68,7 +68,7 @@ def test_wrong_styles(style: Any, text: str) -> None:
 def test_tied_weights_stay_tied_or_are_refused() -> None:
     # Split one of the two layers, or both over different dimensions.
     for plan in (PLAN, {**PLAN, **HEAD, "table": "colwise"}):
-        with pytest.raises(ValueError, match=r"table.weight and head.weight are one parameter"):
+        with pytest.raises(ValueError, match=r"table\.weight and head\.weight are one"):
             check_plan(Net(tied=True), plan, 2)
     assert list(check_plan(Net(tied=True), {"first": "colwise"}, 2)) == ["first"]
     assert list(check_plan(Net(tied=True), {**PLAN, **HEAD}, 2)) == [
@@ -80,7 +80,7 @@ def test_tied_weights_stay_tied_or_are_refused() -> None:
 
 
 def test_without_a_tensor_axis() -> None:
-    with pytest.raises(ValueError, match="needs a mesh with a tensor axis, got data"):
+    with pytest.raises(ValueError, match="needs .*tensor axis, got data"):
         parallelize(Net(), build_mesh({"data": 1}), PLAN)
     with pytest.raises(ValueError, match="tensor_parallel needs a mesh"):
         prepare_model(Net(), Preparation(tensor_parallel=PLAN))
@@ -199,5 +199,5 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
     parallelize(net, build_mesh({"tensor": 2}), {"first": "colwise", "second": "rowwise"})
     inputs = torch.ones(3, 4, requires_grad=True)
     output = net.second(torch.tanh(net.first(inputs))).sum()
-    with pytest.raises(RuntimeError, match="create_graph=True.* split over a tensor axis"):
+    with pytest.raises(RuntimeError, match="create_graph=True.* over a tensor axis"):
         torch.autograd.grad(output, inputs, create_graph=True)

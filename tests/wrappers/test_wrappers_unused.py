@@ -1,5 +1,6 @@
 """Parameters that some steps do not use, under DistributedDataParallel."""
 
+import re
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def test_the_next_forward_names_them(steps: Steps, static: bool, at: int) -> Non
     assert index == at
     assert type(error) is UnusedParametersError
     assert error.names == ("spare.weight", "spare.bias")
-    assert "did not depend on spare.weight, spare.bias" in str(error)
+    assert "not depend on spare.weight, spare.bias" in str(error)
     assert "find_unused_parameters: true" in str(error)
     assert "freeze" in str(error)
 
@@ -71,7 +72,7 @@ def test_the_next_forward_names_them(steps: Steps, static: bool, at: int) -> Non
 def test_a_static_graph_that_grows() -> None:
     index, error = train_until_error([False, False, True], static_graph=True)
     assert (index, type(error)) == (2, RuntimeError)
-    assert "under static_graph every step must use the same parameters" in str(error)
+    assert re.search("static_graph .*must .*same parameters", str(error))
     assert "find_unused_parameters: true" in str(error)
 
 
@@ -218,7 +219,7 @@ def test_a_bad_batch_of_a_compiled_step_is_not_a_failed_update() -> None:
     with pytest.raises(TypeError):
         model.train_step(wrong, optim)
     model.batch_runner = None
-    with raises_with(RuntimeError, "did not depend on spare.weight, spare.bias"):
+    with raises_with(RuntimeError, "not depend on spare.weight, spare.bias"):
         model.train_step(batch, optim)
 
 

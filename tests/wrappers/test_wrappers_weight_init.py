@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,7 @@ def test_init_weights_initialises_submodules(caplog: pytest.LogCaptureFixture) -
     nn.init.zeros_(model.linear.weight)
     model.init_weights()
     assert model.linear.weight == 0
-    assert "init_weights of Toy has been called more than once" in caplog.text
+    assert re.search("init_weights .*Toy .*more than once", caplog.text)
 
 
 class Encoder(BaseModule):
@@ -212,7 +213,7 @@ def test_an_override_loads_pretrained_weights_into_its_submodule_last(tmp_path: 
     inner = {"blocks.0.linear.weight": 7, "blocks.0.linear.bias": 8}
     assert weights(model) == {"linear.weight": 1, "linear.bias": 0, "custom.scale": 1, **inner}
     net = Net()
-    with pytest.raises(ValueError, match="file.pth has no weights of Conv2d$"):
+    with pytest.raises(ValueError, match=r"file\.pth .*no weights of Conv2d$"):
         initialize(net, constant(1, override={"name": "reg", **pretrained}))
 
 
@@ -226,12 +227,12 @@ def test_wrong_pretrained_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="file.pth"):
         initialize(Net(), pretrained)
     torch.save({"state_dict": nn.Conv3d(1, 1, 1).state_dict(), "message_hub": _Pickled()}, path)
-    with pytest.raises(ValueError, match="must contain only weights, but it contains other"):
+    with pytest.raises(ValueError, match="must contain only weights"):
         initialize(Net(), pretrained)
     torch.save({"other.weight": torch.ones(1)}, path)
     with pytest.raises(ValueError, match="has no weights of Net"):
         initialize(Net(), pretrained)
-    with pytest.raises(ValueError, match="has no weights of Net under 'backbone'"):
+    with pytest.raises(ValueError, match="no weights .*Net under 'backbone'"):
         initialize(Net(), {**pretrained, "prefix": "backbone"})
 
 
@@ -268,9 +269,9 @@ def test_wrong_settings(init_cfg: Any, error: type[Exception], message: str) -> 
 
 
 def test_wrong_settings_found_by_the_modules() -> None:
-    with pytest.raises(ValueError, match="^module did not have attribute nope.*Net has .*'reg'"):
+    with pytest.raises(ValueError, match="^module .*attribute nope.*Net has .*'reg'"):
         initialize(Net(), constant(1, override={"name": "nope", "type": "Xavier"}))
-    with pytest.raises(ValueError, match="distribution must be 'normal' or 'uniform', got 'gauss'"):
+    with pytest.raises(ValueError, match="distribution .*'normal' .*'uniform', got 'gauss'"):
         initialize(Net(), {"type": "Xavier", "layer": "Linear", "distribution": "gauss"})
 
 

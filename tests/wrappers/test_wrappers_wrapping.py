@@ -60,9 +60,9 @@ def test_names_of_wrappers() -> None:
     for name in ("single", "ddp", "MMDistributedDataParallel", "separate", "auto"):
         assert type(wrap_model(name, classifier())) is SingleDevice
     assert type(wrap_model("dp", classifier(), device_ids=["cpu"])) is StepDataParallel
-    with pytest.raises(ValueError, match="got 'dpd'; did you mean dp or ddp"):
+    with pytest.raises(ValueError, match="'dpd'; .*mean dp or ddp"):
         wrap_model("dpd", classifier())
-    with pytest.raises(TypeError, match="such as 'ddp'.*only configs accept a dict"):
+    with pytest.raises(TypeError, match="'ddp'.*only configs accept a dict"):
         wrap_model({"type": "ddp"}, classifier())  # type: ignore[arg-type]
 
 
@@ -140,7 +140,7 @@ def test_options_of_ddp_without_a_group() -> None:
     assert type(wrapped) is SingleDevice
     with pytest.raises(TypeError, match="did you mean find_unused_parameters"):
         wrap_model(StepDistributedDataParallel, classifier(), find_unused=True)
-    with pytest.raises(RuntimeError, match="OwnDDP defines train_step and needs a proc"):
+    with pytest.raises(RuntimeError, match="OwnDDP .*train_step .*needs .*process group"):
         wrap_model(OwnDDP, classifier())
 
 
