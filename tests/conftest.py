@@ -61,7 +61,8 @@ def _require_devices(item: pytest.Item) -> None:
 
         count = torch.cuda.device_count()
         if count < needed:
-            pytest.skip(f"needs {needed} CUDA devices, found {count} (torch {torch.__version__})")
+            found = f"found {count} (torch {torch.__version__})"
+            pytest.skip(f"CUDA devices: the test needs {needed}, {found}")
 
 
 def _has_group() -> bool:
