@@ -14,6 +14,8 @@ import warm
 
 # Must be set before torch is imported. The rank processes and the tests share few cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+# How many CUDA devices the tests with a marker need.
+DEVICES = {"gpu": 1, "gpu2": 2, "gpu4": 4}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,11 +48,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(pretend_devices.reason)
     if item.get_closest_marker("triton") is not None and "PRETEND_CUDA" in os.environ:
         pytest.skip("Triton compiles only for real devices")
-    if item.get_closest_marker("gpu") is not None:
+    _require_devices(item)
+
+
+def _require_devices(item: pytest.Item) -> None:
+    """Skip a test if there are fewer CUDA devices than its marker says."""
+    needed = max(
+        (count for name, count in DEVICES.items() if item.get_closest_marker(name)), default=0
+    )
+    if needed:
         import torch
 
-        if not torch.cuda.is_available():
-            pytest.skip(f"no CUDA device (torch {torch.__version__})")
+        count = torch.cuda.device_count()
+        if count < needed:
+            found = f"found {count} (torch {torch.__version__})"
+            pytest.skip(f"CUDA devices: the test needs {needed}, {found}")
 
 
 def _has_group() -> bool:

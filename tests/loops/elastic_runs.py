@@ -60,20 +60,20 @@ def make_optimizer(net: nn.Module) -> torch.optim.AdamW:
 
 def wrapped(kind: str, model: nn.Module) -> Any:
     """Wrap the model by `kind` for the current number of ranks."""
-    ranks = dist.get_world_size()
+    ranks, device_type = dist.get_world_size(), next(model.parameters()).device.type
     if kind == "ddp":
         return StepDistributedDataParallel(model)
     if kind == "tensor":
         # At most two ranks share the data.
         tensor = ranks if ranks < 4 else 2
-        mesh = build_mesh({"data": ranks // tensor, "tensor": tensor})
+        mesh = build_mesh({"data": ranks // tensor, "tensor": tensor}, device_type)
         plan = Preparation(tensor_parallel={"net.0": "colwise", "net.2": "rowwise"})
         outer = StepDistributedDataParallel if ranks > tensor else SingleDevice
         return wrap_model(outer, model, mesh=mesh, prepare=plan)
     axes = {"data": ranks}
     if kind == "hsdp":
         axes = dict(zip(("replicate", "shard"), _HSDP[ranks], strict=True))
-    mesh = build_mesh(axes)
+    mesh = build_mesh(axes, device_type)
     return wrap_model(StepFullyShardedDataParallel, model, mesh=mesh, shard=["net.0"])
 
 
@@ -106,10 +106,11 @@ def train(
     batch_size: int,
     accumulate: int,
     by_steps: int | None = None,
+    device: str = "cpu",
     **optim: Any,
 ) -> dict[str, Any]:
     """Resume from the latest checkpoint, train until update `stop` and save, on every rank."""
-    model = wrapped(kind, SupervisedModel(make_net(), nn.CrossEntropyLoss()))
+    model = wrapped(kind, SupervisedModel(make_net(), nn.CrossEntropyLoss()).to(device))
     wrapper = OptimWrapper(make_optimizer(model), accumulate, **optim)
     state, follow = LoopState(model, wrapper), Follow(stop)
     group = model.data_group
@@ -126,7 +127,7 @@ def train(
     loop.run(state, HookList([follow]))
     if stop is not None:
         save_checkpoint(folder, state)
-    weights = {n: _whole(w) for n, w in get_weights(model.module).items()}
+    weights = {n: _whole(w).cpu() for n, w in get_weights(model.module).items()}
     counters = (state.epoch, state.batch, state.iteration, state.step, state.max_steps)
     counts = (wrapper.inner_count, wrapper.max_counts)
     return {

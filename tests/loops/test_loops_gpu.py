@@ -78,7 +78,7 @@ def test_parameters_on_the_host_are_used_on_the_device(dtype: torch.dtype, prefe
     assert 0.0 <= state.metrics["accuracy"] <= 1.0
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.gpu2
 def test_dropout_on_two_devices_continues_exactly(tmp_path: Path) -> None:
     def make() -> LoopState:
         seed_rng(0)

@@ -116,7 +116,11 @@ class _HostCall:
             _raise_mixed(self.name, str(tensor.device), f"cuda:{self.index}")
         # The CPU may resize an empty result, but not memory that it does not own.
         is_empty_result = name in self.written and not tensor.numel()
-        alias = torch.empty(0, dtype=tensor.dtype) if is_empty_result else host_alias(tensor)
+        alias = (
+            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            if is_empty_result
+            else host_alias(tensor)
+        )
         self.originals[id(alias)] = tensor
         if name in self.written:
             self.outputs.append((tensor, alias))

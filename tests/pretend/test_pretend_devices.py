@@ -27,6 +27,12 @@ def test_a_training_step_equals_the_host() -> None:
     assert losses[1] == pytest.approx(losses[0], abs=1e-6)
 
 
+def test_an_empty_tensor_keeps_its_shape() -> None:
+    value = torch.zeros(0, 16, device="cuda")
+    assert value.clone().add_(1).shape == (0, 16)
+    assert torch.add(value, 1, out=torch.empty(0, device="cuda")).shape == (0, 16)
+
+
 @pytest.mark.parametrize("other", ["cpu", "cuda:1"])
 def test_tensors_of_two_devices_raise(other: str) -> None:
     with pytest.raises(RuntimeError, match=f"two devices, cuda:0 and {other}"):
