@@ -15,7 +15,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -27,6 +27,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from ..collectives import (
     PicklableWrapper,
@@ -56,6 +57,8 @@ from .rank_processes import (
 T = TypeVar("T")
 # How long to wait for the end of processes whose connections were lost, in seconds.
 _DYING_S = 1.0
+# The start of the keys in the store under which ranks note that their work is done.
+_FINISHED = "stepwrap/finished/"
 # If more bytes than this are free per process, the memory of a process is not measured.
 _AMPLE = 2**30
 
@@ -177,8 +180,9 @@ def launched_ranks() -> int | None:
 def _call_as_rank(fn: Callable[..., T], args: Sequence[Any]) -> T:
     """Call ``fn``; if it fails because other ranks of this host died, report those ranks."""
     processes = all_gather_object((host_identity(), os.getpid()))
+    store = _get_default_store()
     try:
-        return fn(*args)
+        result = fn(*args)
     except Exception as error:
         own = RankFailure.of(error, get_rank())
         local_pids = [
@@ -188,10 +192,24 @@ def _call_as_rank(fn: Callable[..., T], args: Sequence[Any]) -> T:
         gone: list[int] = []
         while not gone and time.monotonic() < deadline:
             time.sleep(0.02)
-            gone = [rank for rank, pid in local_pids if not is_running(pid)]
+            gone = [
+                rank
+                for rank, pid in local_pids
+                if not is_running(pid) and not _has_finished(store, rank)
+            ]
         if not gone:
             raise
         raise LaunchError([*(RankFailure.of_end(None, rank) for rank in gone), own]) from error
+    # The store may have ended with the rank that serves it.
+    with suppress(RuntimeError):
+        store.set(f"{_FINISHED}{get_rank()}", "")
+    return result
+
+
+def _has_finished(store: dist.Store, rank: int) -> bool:
+    with suppress(RuntimeError):
+        return bool(store.check([f"{_FINISHED}{rank}"]))
+    return False
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 from marks import nightly, slow
 from ports import free_port
 from programs import ended, run, run_script
@@ -379,6 +380,54 @@ def test_the_environment_of_a_launcher_is_joined(monkeypatch: pytest.MonkeyPatch
     # A launcher has decided on one process, so nproc is ignored.
     assert launch(dist.is_initialized, nproc=2) == {0: True}
     assert not dist.is_initialized()
+
+
+PAIR = """
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from stepwrap.collectives import all_gather_object
+from stepwrap.runner import launch
+
+
+def main():
+    pair = dist.new_group([0, 1], timedelta(seconds=3))
+    if dist.get_rank() == 0:
+        time.sleep(60)
+    if dist.get_rank() == 1:
+        all_gather_object(1, pair)
+
+
+launch(main, timeout_s=3)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_finished_is_not_blamed(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PAIR)
+    shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        warm.popen(
+            tmp_path / "program.py",
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            text=True,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(3)
+    ]
+    try:
+        _, output = processes[1].communicate(timeout=60)
+    finally:
+        processes[0].kill()
+        for rank in (0, 2):
+            processes[rank].communicate()
+    assert processes[2].returncode == 0
+    error = output.splitlines()[-1]
+    assert "CollectiveError" in error
+    assert "rank 0" in error
+    assert "rank 2" not in output
 
 
 @pytest.mark.parametrize(
