@@ -30,11 +30,13 @@ test test-all test-nightly: $(READY) types-link
 
 # Run the tests marked `gpu` and `gpu2` on two pretend devices, which tests/pretend makes from host
 # memory, and those marked `gpu4` on four.
+PRETEND = PYTHONPATH=$(CURDIR)/tests/pretend/site $(BIN)/python -m pytest -n 2 --dist loadfile \
+	--no-loadscope-reorder --max-worker-restart=0
+test-all: test-pretend
 test-pretend: $(READY)
 	$(BIN)/python tests/pretend/pretend_build.py
-	PRETEND_CUDA=2 PYTHONPATH=$(CURDIR)/tests/pretend/site $(BIN)/python -m pytest \
-		-m "gpu or gpu2 or pretend"
-	PRETEND_CUDA=4 PYTHONPATH=$(CURDIR)/tests/pretend/site $(BIN)/python -m pytest -m gpu4
+	PRETEND_CUDA=2 $(PRETEND) -m "(gpu or gpu2 or pretend) and not nightly"
+	PRETEND_CUDA=4 $(PRETEND) -m gpu4
 
 # On a machine with GPUs: run everything that needs one in stages, and write a report with a verdict,
 # build/gpu-check.txt. GPU_CHECK passes options such as "--only wrappers loops". The environment needs
