@@ -61,8 +61,7 @@ def _require_devices(item: pytest.Item) -> None:
 
         count = torch.cuda.device_count()
         if count < needed:
-            found = f"found {count} (torch {torch.__version__})"
-            pytest.skip(f"CUDA devices: the test needs {needed}, {found}")
+            pytest.skip(f"needs {needed} CUDA devices, got {count} (torch {torch.__version__})")
 
 
 def _has_group() -> bool:

@@ -31,7 +31,7 @@ CONFIG = "configs/digits_single.yaml"
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the check: tests below ``paths`` without those below ``others``, then commands.
+    """A part of the check: tests below ``paths`` without those below ``excluded``, then commands.
 
     Attributes:
         marker: which tests run; "gpu2" and "gpu4" need as many devices.
@@ -39,7 +39,7 @@ class Stage:
 
     name: str
     paths: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
     commands: tuple[tuple[str, ...], ...] = ()
     marker: str = "gpu"
 
@@ -49,7 +49,7 @@ class Stage:
 
 
 STAGES = (
-    Stage("wrappers", (WRAPPERS,), others=(BATCHNORM, PARITY, COMPILED)),
+    Stage("wrappers", (WRAPPERS,), excluded=(BATCHNORM, PARITY, COMPILED)),
     Stage("loops", ("tests/loops",)),
     Stage("batchnorm", (BATCHNORM,)),
     Stage("collectives", ("tests/collectives",)),
@@ -129,7 +129,7 @@ def run_tests(stage: Stage, report: Report) -> tuple[str | None, int]:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.xml")
         command = ["-m", "pytest", "-m", stage.marker, f"--junitxml={results}"]
-        command += [f"--ignore={path}" for path in stage.others]
+        command += [f"--ignore={path}" for path in stage.excluded]
         code = report.run([*command, *stage.paths])
         if not results.exists():
             return f"pytest ended with code {code}", 0

@@ -36,7 +36,7 @@ def test_every_file_of_gpu_tests_is_in_one_stage() -> None:
         homes = [
             stage.name
             for stage in stages
-            if path.startswith(stage.paths) and not path.startswith(stage.others or "-")
+            if path.startswith(stage.paths) and not path.startswith(stage.excluded or "-")
         ]
         assert len(homes) == 1, path
 

@@ -230,13 +230,11 @@ def _merge_unread(call: LayerCall, rows: Tensor, needs_grad: bool) -> Merged:
     check = partial(_check_copy, call.layer, num_features, needs_grad)
     _check_later(call.group, header, check)
     lowest, highest = header[:, _NUMBER_AND_FLAGS].aminmax()
-    first = _CALL * call.number
+    base = _CALL * call.number
     if needs_grad:
-        is_expected = (lowest >= first + IN_GRAPH) & (
-            highest == first + IN_GRAPH + INPUT_NEEDS_GRAD
-        )
+        is_expected = (lowest >= base + IN_GRAPH) & (highest == base + IN_GRAPH + INPUT_NEEDS_GRAD)
     else:
-        is_expected = (lowest >= first) & (highest <= first + IN_GRAPH)
+        is_expected = (lowest >= base) & (highest <= base + IN_GRAPH)
     left_out = header[:, _LEFT_OUT] > 0
     any_counts = ~left_out.all()
     # The moments as well, because 0 * NaN is NaN.
