@@ -85,7 +85,7 @@ def test_means_keep_their_dtype_and_are_rounded_with_one_warning() -> None:
         all_reduce(flags, "mean")
         assert flags.tolist() == [True, False]
     assert len(messages) <= 1
-    assert all("was rounded to the nearest integer" in message for message in messages)
+    assert all("nearest integer" in message for message in messages)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])

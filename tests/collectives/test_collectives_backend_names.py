@@ -114,7 +114,7 @@ def test_the_default_is_for_metrics_made_later() -> None:
 def test_a_name_is_taken_once() -> None:
     register_dist_backend("own", _OwnDist)
     backend = get_dist_backend("own")
-    with pytest.raises(KeyError, match="own is the backend _OwnDist; force=True replaces it"):
+    with pytest.raises(KeyError, match="own .*_OwnDist.*force=True"):
         register_dist_backend("own", NonDist)
     register_dist_backend("own", _OwnDist, force=True)
     assert get_dist_backend("own") is not backend
@@ -133,9 +133,9 @@ def test_the_default_does_not_outlive_its_back_end() -> None:
 
 
 def test_only_back_ends_with_a_name_are_registered() -> None:
-    with pytest.raises(TypeError, match="subclass of BaseDistBackend, got <class 'dict'>"):
+    with pytest.raises(TypeError, match="BaseDistBackend, got <class 'dict'>"):
         register_dist_backend("own", dict)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="name must be a str, got 3"):
+    with pytest.raises(TypeError, match="name must .*str, got 3"):
         register_dist_backend(3, _OwnDist)  # type: ignore[arg-type]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -196,7 +197,7 @@ def test_an_encoding_error_on_one_rank_raises_on_all() -> None:
     for outcomes in _run_threads(_NumpyDist, 3, _fail_then_continue):
         for kind, text in outcomes:
             assert kind == "CollectiveError"
-            assert "rank 1: TypeError: cannot pickle '_thread.lock' object" in text
+            assert re.search(r"rank 1: TypeError: .*_thread\.lock", text)
             assert "rank 0" not in text
 
 
@@ -217,7 +218,8 @@ def test_a_decoding_error_on_one_rank_raises_on_all() -> None:
 @pytest.mark.parametrize("src", [-1, 2, "0", None])
 def test_a_source_that_is_not_a_rank_is_refused(src: Any) -> None:
     for kind, text in _run_threads(_NumpyDist, 2, lambda b: outcome(b.broadcast_object, 1, src)):
-        assert (kind, text) == ("ValueError", f"src must be a rank below 2, got {src!r}")
+        assert kind == "ValueError"
+        assert re.search(f"src must .* 2, got {src!r}$", text)
 
 
 def test_an_incomplete_back_end_cannot_be_made() -> None:
@@ -241,7 +243,7 @@ def test_one_process(kind: type[BaseDistBackend], monkeypatch: pytest.MonkeyPatc
     if kind is NonDist:
         assert backend.broadcast_object(lock, 7) is lock
     else:
-        with pytest.raises(ValueError, match=r"src must be a rank .* got 7"):
+        with pytest.raises(ValueError, match=r"src must .* got 7"):
             backend.broadcast_object(lock, 7)
 
 

@@ -90,8 +90,8 @@ def _fail_in_an_odd_place() -> list[str]:
 
 def test_errors_without_a_text_or_a_directory_reach_all_ranks() -> None:
     for texts in run_ranks(_fail_in_an_odd_place, 2, group_timeout_s=20):
-        assert "rank 1 cannot pickle its object: TypeError: cannot pickle" in texts[0]
-        assert "rank 1 cannot pickle its object: _Unspeakable (without a text" in texts[1]
+        assert re.search("rank 1 cannot pickle .*: TypeError: ", texts[0])
+        assert re.search("rank 1 cannot pickle .*: _Unspeakable .*without", texts[1])
 
 
 def _give_bad_data() -> list[str]:
@@ -137,7 +137,5 @@ def _fail_then_leave(folder: str) -> list[str]:
 
 def test_an_old_failure_is_not_taken_for_a_wait(tmp_path: Path) -> None:
     error_text, second = run_ranks(_fail_then_leave, 2, str(tmp_path))[0]
-    assert "made_up() failed on all ranks: ranks 0, 1 wait in made_up" in error_text
-    assert re.search(
-        r"rank 0 waits in synchronize .*, rank 1 gave up in made_up .* \d s ago", second
-    )
+    assert re.search(r"made_up\(\) failed .*ranks 0, 1 .*made_up", error_text)
+    assert re.search(r"rank 0 .*synchronize.*rank 1 gave up.*made_up.*\d s", second)

@@ -134,9 +134,7 @@ def _use_sub_groups() -> list[Any]:
         lambda: broadcast(1, root, groups[1 - rank % 2]),
         lambda: broadcast(1, 1 - rank % 2, mine),
     ):
-        with pytest.raises(
-            ValueError, match=r"not a member of the group|must be a rank of the group"
-        ):
+        with pytest.raises(ValueError, match=r"not a member|must .*rank"):
             call()
     return answers
 

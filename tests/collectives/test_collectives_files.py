@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import signal
 import stat
 import tempfile
@@ -160,8 +161,8 @@ def test_a_failure_on_one_rank_raises_on_all(tmp_path: Path) -> None:
         assert names == ("CollectiveError",) * 3 + ("FileExistsError", "CollectiveError")
         assert "cannot pickle the object: TypeError" in texts[0]
         assert "cannot pickle the object: TypeError" in texts[1]
-        assert "cannot unpickle the object of rank 1: ValueError: invalid literal" in texts[2]
-        assert f"{tmp_path}/own_0 must be a shared directory, but the file of rank 1" in texts[4]
+        assert re.search("cannot unpickle .*rank 1: ValueError: ", texts[2])
+        assert re.search(f"{tmp_path}/own_0 must .*shared .*rank 1", texts[4])
         assert after == [0, 1, 2]
     assert all("on rank 1 (" in text for text in (errors[0][1] for errors, _ in outcomes[::2]))
     assert _files(tmp_path) == ["blocked", "own_0", "own_1", "own_2"]
@@ -232,9 +233,9 @@ def test_parts_that_their_ranks_have_not_written_are_refused(tmp_path: Path) -> 
     for rank, (forged, flipped, swapped, removed, undisturbed) in enumerate(outcomes):
         for name, text in (forged, flipped, swapped):
             assert name == "CollectiveError"
-            assert "part_0.pkl was changed after rank 0 wrote it" in text
+            assert re.search(r"part_0\.pkl .*changed .*rank 0", text)
         assert removed[0] == "CollectiveError"
-        assert f"{tmp_path} must be a shared directory, but the file of rank 2" in removed[1]
+        assert re.search(f"{tmp_path} must .*shared .*rank 2", removed[1])
         assert undisturbed == ([0, 7, 2] if rank == 0 else None)
     assert not ruin.exists()
     assert _files(tmp_path) == ["mode_700"]
@@ -316,7 +317,7 @@ def test_directories_without_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for rank in (0, 3):
         assert create_tmpdir(rank, str(tmp_path / "a" / "b")) == str(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
-    with pytest.raises(RuntimeError, match=r"create_tmpdir\(\) on rank 2 needs a process group"):
+    with pytest.raises(RuntimeError, match=r"create_tmpdir\(\) .*rank 2 .*process group"):
         create_tmpdir(2)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(FileNotFoundError):

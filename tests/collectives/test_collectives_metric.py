@@ -42,7 +42,7 @@ def test_one_process() -> None:
     assert metric.compute() == metric.compute() == [1, 2, 3]
     assert metric.compute(size=2) == [1, 2]
     assert metric.compute(size=0) == []
-    with pytest.raises(ValueError, match="size must not be negative, got -1"):
+    with pytest.raises(ValueError, match="size must .*negative, got -1"):
         metric.compute(size=-1)
     metric.reset()
     assert metric.compute() == []
@@ -69,7 +69,7 @@ def test_the_settings() -> None:
     assert metric.dataset_meta is not metric.dataset_meta
     assert _Items().dataset_meta is None
     assert _Items(logger=(logger := metric.logger)).logger is logger
-    with pytest.raises(AssertionError, match="must be cat or unzip, got 'zip'"):
+    with pytest.raises(AssertionError, match="cat or unzip, got 'zip'"):
         _Items(dist_collect_mode="zip")
     with pytest.raises(AssertionError, match="got 'torch_gpu'"):
         _Items(dist_backend="torch_gpu")
@@ -194,4 +194,4 @@ def test_the_group_belongs_to_the_back_end() -> None:
     metric.update(torch.ones(1))
     text = outcome_text(metric.compute)
     assert text.startswith("ValueError: ")
-    assert "pass the group to the backend: metric_sync(TorchDist(group))" in text
+    assert "metric_sync(TorchDist(group))" in text

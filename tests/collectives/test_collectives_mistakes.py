@@ -1,5 +1,6 @@
 """Mistakes of one rank alone, and how they raise on the others."""
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -156,7 +157,8 @@ def test_calls_without_a_first_message_agree_while_tracing() -> None:
             assert f"which raised {error}: " in message
             assert text in message
             assert "rank 1: " in message
-        assert outcomes[-1] == ("TypeError", "data must be a torch.Tensor, got float")
+        assert outcomes[-1][0] == "TypeError"
+        assert re.search(r"data must .*torch\.Tensor, got float$", outcomes[-1][1])
 
 
 def _make_a_raw_mistake(ended: Path) -> tuple[str, str]:
@@ -176,7 +178,8 @@ def test_calls_without_a_first_message_end_at_the_timeout(tmp_path: Path) -> Non
     rank_0, second = run_ranks(_make_a_raw_mistake, 2, tmp_path / "ended", group_timeout_s=1)
     assert rank_0[0] == "CollectiveError"
     assert "rank 1 has not arrived" in rank_0[1]
-    assert second == ("TypeError", "data must be a torch.Tensor, got float")
+    assert second[0] == "TypeError"
+    assert re.search(r"data must .*torch\.Tensor, got float$", second[1])
 
 
 @on_ranks(2)

@@ -1,6 +1,7 @@
 """Objects across ranks."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -50,7 +51,7 @@ def test_broadcast(src: int, num_bytes: int) -> None:
 def test_an_unpicklable_object_raises_the_same_on_every_rank() -> None:
     name, text = outcome(broadcast, threading.Lock(), 1)
     assert name == "CollectiveError"
-    assert text.startswith("broadcast(): rank 1 cannot pickle its object: TypeError: cannot")
+    assert re.match(r"broadcast\(\): rank 1 cannot pickle .*: TypeError: ", text)
     assert f"ranks 0, 1 wait in broadcast ({HERE}:" in text
     # The ranks are still in step.
     assert broadcast(dist.get_rank(), 1) == 1
@@ -65,17 +66,16 @@ def test_an_object_that_one_rank_cannot_load_raises_on_every_rank() -> None:
     assert [after for _, after in outcomes] == [0, 0, 0]
     assert {name for (name, _), _ in outcomes} == {"CollectiveError"}
     for (_, text), _ in outcomes:
-        assert "rank 1 cannot unpickle what it received: ImportError: not installed here" in text
-        assert "rank 2 cannot unpickle what it received: ImportError: not installed here" in text
+        for rank in (1, 2):
+            assert re.search(f"rank {rank} cannot unpickle .*ImportError: not installed", text)
 
 
 @on_ranks(2)
 def test_a_source_outside_the_group_is_refused() -> None:
-    outcomes = [outcome(broadcast, 1, src) for src in (-1, 2)]
-    assert outcomes == [
-        ("ValueError", "src must be a rank of the group [0, 1], got -1"),
-        ("ValueError", "src must be a rank of the group [0, 1], got 2"),
-    ]
+    for src in (-1, 2):
+        kind, text = outcome(broadcast, 1, src)
+        assert kind == "ValueError"
+        assert re.search(rf"src must .*\[0, 1\], got {src}$", text)
 
 
 def test_one_process_keeps_its_own_object(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_one_process_keeps_its_own_object(monkeypatch: pytest.MonkeyPatch) -> No
     lock = threading.Lock()
     assert broadcast(lock) is lock
     assert all_gather_object(lock)[0] is lock
-    with pytest.raises(ValueError, match=r"src must be a rank of the group \[0\], got 1"):
+    with pytest.raises(ValueError, match=r"src must .*\[0\], got 1"):
         broadcast(lock, 1)
 
 
@@ -104,7 +104,7 @@ def test_gathering_an_unpicklable_object_raises_on_every_rank() -> None:
     payload: object = threading.Lock() if rank == 1 else rank
     name, text = outcome(all_gather_object, payload)
     assert name == "CollectiveError"
-    assert text.startswith("all_gather_object(): rank 1 cannot pickle its object: TypeError")
+    assert re.match(r"all_gather_object\(\): rank 1 cannot pickle .*: TypeError", text)
     assert all_gather_object(rank) == [0, 1]
 
 
@@ -127,7 +127,7 @@ def test_a_killed_rank_ends_the_others_with_an_error() -> None:
         run_ranks(_lose_rank_1, 2, group_timeout_s=20)
     report = error.value.reports[0]
     assert report.count("CollectiveError: ") == 6
-    assert "mean_scalars() must be reached by all 2 ranks, but did not finish on rank 0" in report
+    assert re.search(r"mean_scalars\(\) must .* 2 ranks.*not finish .*rank 0", report)
 
 
 def _leave_rank_0_alone(path: str) -> str:
@@ -142,4 +142,4 @@ def _leave_rank_0_alone(path: str) -> str:
 
 def test_a_rank_that_never_comes_ends_in_an_error_at_the_timeout(tmp_path: object) -> None:
     message = run_ranks(_leave_rank_0_alone, 2, f"{tmp_path}/done", group_timeout_s=0.5)[0]
-    assert message.startswith("CollectiveError: broadcast() must be reached by all 2 ranks")
+    assert re.match(r"CollectiveError: broadcast\(\) must .*reached .* 2 ranks", message)

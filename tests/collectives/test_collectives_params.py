@@ -1,6 +1,7 @@
 """Parameters and lists of objects across ranks, in place."""
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -161,9 +162,10 @@ def test_subgroups_name_global_ranks() -> None:
     results = run_ranks(_use_subgroup, 4)
     assert [name for outcomes in results for name, _ in outcomes] == ["ValueError"] * 16
     texts = [text for _, text in results[3]]
-    assert "keys missing on rank 3: 1; keys missing on rank 1: 3" in texts[0]
-    assert "{1: '2 objects from rank 3', 3: '4 objects from rank 3'}" in texts[1]
-    assert texts[2] == texts[3] == "rank 3 is not a member of the group and cannot use it"
+    assert re.search("missing .*rank 3: 1; .*missing .*rank 1: 3", texts[0])
+    assert re.search("1: '2 .*rank 3', 3: '4 .*rank 3'", texts[1])
+    assert texts[2] == texts[3]
+    assert re.match("rank 3 .*not a member", texts[2])
 
 
 def test_one_process_changes_nothing() -> None:

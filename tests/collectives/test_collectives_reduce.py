@@ -180,5 +180,5 @@ def test_arguments_are_checked_in_one_process_too(
 
 
 def test_reduce_mean_wants_a_tensor() -> None:
-    with pytest.raises(TypeError, match=r"tensor must be a torch.Tensor, got float"):
+    with pytest.raises(TypeError, match=r"tensor must .*torch\.Tensor, got float"):
         reduce_mean(1.0)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import threading
 from pathlib import Path
@@ -105,8 +106,8 @@ def test_a_failure_on_one_rank_raises_on_all(tmp_path: Path) -> None:
     for *errors, after in run_ranks(_collect_what_fails, 2, str(tmp_path)):
         names, texts = zip(*errors, strict=True)
         assert names == ("TypeError", "ValueError", "CollectiveError", "OSError")
-        assert "results must be a list or another sequence, got int" in texts[0]
-        assert "size must not be negative, got -1" in texts[1]
+        assert re.search("results must .*sequence, got int", texts[0])
+        assert re.search("size must .*negative, got -1", texts[1])
         assert "symbolic link" in texts[3]
         assert after == [0, 1]
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
@@ -127,9 +128,9 @@ def _check_arguments() -> None:
     with pytest.raises(ValueError, match="remove_tmpdir=True needs the tmpdir"):
         collect_results([1], 1, remove_tmpdir=True)
     for device in ("cpu", "gpu"):
-        with pytest.raises(TypeError, match="results must be a list or another sequence, got str"):
+        with pytest.raises(TypeError, match="results must .*sequence, got str"):
             collect_results("text", 1, device)
-        with pytest.raises(ValueError, match="size must not be negative, got -1"):
+        with pytest.raises(ValueError, match="size must .*negative, got -1"):
             collect_results([1], -1, device)
 
 

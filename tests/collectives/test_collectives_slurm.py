@@ -1,5 +1,6 @@
 """srun's variables, translated into torch's."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -190,10 +191,10 @@ def test_the_command_says_first_what_it_recognised(
         main(["train", "digits_single", "device=cpu", "train.max_epochs=1", run, "--dry-run"]) == 0
     )
     err = capsys.readouterr().err
-    assert err.startswith("Slurm: this process of job 4711 was not started by srun")
+    assert re.match("Slurm: .*job 4711 .*not started .*srun", err)
 
 
 def test_another_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPWRAP_LAUNCHER", "torchrun")
-    with pytest.raises(ValueError, match="must be slurm or none, got 'torchrun'"):
+    with pytest.raises(ValueError, match="slurm or none, got 'torchrun'"):
         started_outside()

@@ -1,6 +1,7 @@
 """Tensors across ranks, under mmengine's names."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_unequal_tensors_are_an_error_on_every_rank(kind: str, error: str, text:
     assert torch.stack(all_gather(torch.tensor(rank))).tolist() == [0, 1]
     for name, message in outcomes:
         assert name == error
-        assert "on all ranks, got torch.float32 of shape (3,)" in message
+        assert "got torch.float32 of shape (3,)" in message
         assert text in message
         assert "on rank 0; " in message
         assert "on rank 1" in message
@@ -148,13 +149,14 @@ def test_subgroups_take_global_ranks() -> None:
     results = run_ranks(_use_subgroup, 4)
     assert [name for outcomes in results for name, _ in outcomes] == ["ValueError"] * 24
     texts = [text for _, text in results[3]]
-    assert texts[0] == "src must be a rank of the group [1, 3], got 4"
+    assert re.match(r"src must .*\[1, 3\], got 4$", texts[0])
     assert texts[1].startswith("gather() on rank 1 (")
-    assert texts[1].endswith("): dst must be a rank of the group [1, 3], got 5")
-    assert texts[2] == texts[3] == "rank 3 is not a member of the group and cannot use it"
-    assert "shape (2,) for rank 3 on rank 1; torch.float32 of shape (4,)" in texts[4]
-    assert texts[5].startswith("gather() must get the same shape, dtype and dst on all ranks, got")
-    assert "(1,) for rank 1 on rank 1; torch.float32 of shape (1,) for rank 3 on" in texts[5]
+    assert re.search(r"\): dst must .*\[1, 3\], got 5$", texts[1])
+    assert texts[2] == texts[3]
+    assert re.match("rank 3 .*not a member", texts[2])
+    assert re.search(r"\(2,\) for rank 3 on rank 1; .*\(4,\)", texts[4])
+    assert re.match(r"gather\(\) must .*shape, dtype.* dst ", texts[5])
+    assert re.search(r"\(1,\) for rank 1 on rank 1; .*\(1,\) .*rank 3", texts[5])
 
 
 def test_one_process_changes_nothing() -> None:

@@ -44,11 +44,11 @@ def _other_call_on_rank_2() -> str:
 def test_calls_with_a_first_message_detect_a_difference_at_once(on: bool) -> None:
     """Afterwards the ranks are in step again."""
     for text in run_ranks(traced, 4, on, _other_call_on_rank_2):
-        assert _strip_lines(text) == (
-            "CollectiveError: the ranks [0, 1, 2, 3] must make the same call with the same "
-            "structure, but rank 2 is in broadcast (HERE), ranks 0, 1, 3 wait in all_reduce_dict "
-            "(HERE); keys missing on rank 2: loss_b"
-        )
+        text = _strip_lines(text)
+        assert re.match(r"CollectiveError: .*\[0, 1, 2, 3\] must .*same call", text)
+        assert "rank 2 is in broadcast (HERE)" in text
+        assert "ranks 0, 1, 3 wait in all_reduce_dict (HERE)" in text
+        assert text.endswith("missing on rank 2: loss_b")
 
 
 def _reduce_against_broadcast() -> tuple[str, str, int]:
@@ -95,7 +95,7 @@ def _keys_differ_on_rank_1() -> str:
 def test_other_keys_are_named_with_their_ranks(on: bool) -> None:
     texts = run_ranks(traced, 3, on, _keys_differ_on_rank_1)
     assert len(set(texts)) == 1
-    assert texts[0].startswith("ValueError: all_reduce_dict() must get the same keys")
+    assert re.match(r"ValueError: all_reduce_dict\(\) must .*same keys", texts[0])
     assert "keys missing on rank 1: loss_b" in texts[0]
     assert HERE in texts[0]
 
@@ -109,10 +109,12 @@ def _time_out_in_another_call() -> str:
 def test_without_tracing_the_timeout_names_the_waiting_ranks() -> None:
     for rank, text in enumerate(run_ranks(_time_out_in_another_call, 3, group_timeout_s=1)):
         name = "broadcast" if rank == 2 else "reduce_mean"
-        assert _strip_lines(text).startswith(
-            f"CollectiveError: {name}() must be reached by all 3 ranks, but did not finish on rank "
-            f"{rank}: rank 2 is in broadcast (HERE), ranks 0, 1 wait in reduce_mean (HERE). "
+        text = _strip_lines(text)
+        assert re.match(
+            rf"CollectiveError: {name}\(\) must .* 3 ranks, .*not finish .*rank {rank}: ", text
         )
+        assert "rank 2 is in broadcast (HERE)" in text
+        assert "ranks 0, 1 wait in reduce_mean (HERE)" in text
 
 
 def _never_come(folder: str) -> str:
@@ -134,10 +136,9 @@ def test_a_rank_that_never_comes_is_named(on: bool, tmp_path: Path) -> None:
         assert "did not finish" in text
         assert "ranks 0, 1 wait in synchronize" in text
         if on:
-            assert re.search(r"rank 2 is at \S+_trace.py:\d+ in _never_come", text)
-            assert re.search(
-                r"; its last collective was #\d+ mean_scalars \(\S+_trace.py:\d+\)", text
-            )
+            assert re.search(r"rank 2 .*_trace\.py:\d+ in _never_come", text)
+            last = r"last collective .*#\d+ mean_scalars \(\S+_trace\.py:\d+\)"
+            assert re.search(last, text)
         else:
             assert "rank 2 has not arrived" in text
 
@@ -151,7 +152,7 @@ def test_a_call_that_disagreed_is_not_the_place_of_a_rank(tmp_path: Path) -> Non
     function = _never_come_after_a_disagreement
     texts = run_ranks(traced, 3, True, function, str(tmp_path), group_timeout_s=2)
     for text in texts[:2]:
-        assert re.search(r"rank 2 is at \S+_trace.py:\d+ in _never_come;", text), text
+        assert re.search(r"rank 2 .*_trace\.py:\d+ in _never_come;", text), text
 
 
 def _lose_rank_1() -> None:
@@ -167,7 +168,7 @@ def test_a_killed_rank_is_named_while_tracing() -> None:
     for rank in (0, 2):
         report = error.value.reports[rank]
         assert "ranks 0, 2 wait in all_gather_object" in report
-        assert "rank 1 does not answer: it has died, is stuck" in report
+        assert re.search("rank 1 .*not answer.* died", report)
 
 
 def _record() -> list[Any]:
@@ -229,7 +230,7 @@ def test_the_timeout_of_synchronize_holds_while_tracing(tmp_path: Path) -> None:
         traced, 2, True, _synchronize_too_early, str(tmp_path), timeout_s=40, group_timeout_s=120
     )
     assert "CollectiveError" in text
-    assert re.search(r"rank 1 is at \S+ in _synchronize_too_early", text)
+    assert re.search("rank 1 .* in _synchronize_too_early", text)
 
 
 SWITCHES = """

@@ -1,5 +1,6 @@
 """`stepwrap bisect`: it names the faults that are injected into runs."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -184,24 +185,21 @@ def test_output_of_the_command(config: Path, capsys: pytest.CaptureFixture[str])
     train("c", "train.max_epochs=1")
     capsys.readouterr()
     assert main(["bisect", "a", "a"]) == 0
-    assert capsys.readouterr().out == (
-        "no difference in the 13 steps that both ledgers have, from 0 to 12\n"
-    )
+    assert re.fullmatch("no difference .* 13 steps .* 0 to 12\n", capsys.readouterr().out)
     assert main(["bisect", "a", "b", "--no-rerun"]) == 3
-    assert capsys.readouterr().out == (
-        "the ledgers agree up to step 4 and differ at step 5, rank 0, forward: loss\n"
-        "the runs first differ at step 5, rank 0, forward: loss\n"
-    )
+    agreed, first = capsys.readouterr().out.splitlines()
+    place = "step 5, rank 0, forward"
+    assert re.search(f"agree .*step 4 .*differ .*{place}: loss$", agreed)
+    assert re.search(f"first differ .*{place}: loss$", first)
     assert main(["bisect", "a", "b"]) == 3
-    assert capsys.readouterr().out == (
-        "the ledgers agree up to step 4 and differ at step 5, rank 0, forward: loss\n"
-        f"repeating steps 5 to 5 of a from {Path('a/checkpoints/step_00000004')}\n"
-        f"repeating steps 5 to 5 of b from {Path('b/checkpoints/step_00000004')}\n"
-        "the runs first differ at step 5, rank 0, forward: output of loss\n"
-    )
+    again, *repeated, first = capsys.readouterr().out.splitlines()
+    assert again == agreed
+    for run_dir, line in zip("ab", repeated, strict=True):
+        checkpoint = Path(run_dir, "checkpoints/step_00000004")
+        assert re.match(f"repeating .* 5 to 5 of {run_dir} .*{checkpoint}$", line)
+    assert re.search(f"first differ .*{place}: output of loss$", first)
     assert main(["bisect", "a", "c"]) == 2
-    message = "stepwrap bisect: c has no ledger: train with `ledger: {every_steps: 10}`\n"
-    assert capsys.readouterr().err == message
+    assert re.search("c has no ledger.*`ledger: {every_steps: 10}`", capsys.readouterr().err)
     assert main(["bisect", "a"]) == 2
     assert "RUN_B" in capsys.readouterr().err
 
@@ -215,8 +213,8 @@ def test_a_run_that_does_not_repeat_itself_is_named(
     capsys.readouterr()
     assert main(["bisect", str(reference), "other"]) == 3
     out = capsys.readouterr().out.splitlines()
-    assert "other is not repeatable: the ledger of the repetition differs" in out[-2]
-    assert out[-1].startswith("the runs first differ at step 8, rank 0, ")
+    assert "other is not repeatable" in out[-2]
+    assert re.search("first differ .*step 8, rank 0, ", out[-1])
 
 
 def test_a_run_whose_number_of_ranks_changed_is_not_repeated(
@@ -228,8 +226,8 @@ def test_a_run_whose_number_of_ranks_changed_is_not_repeated(
     capsys.readouterr()
     assert main(["bisect", "a", "b"]) == 3
     out = capsys.readouterr().out.splitlines()
-    assert "a could not be repeated: entries can be compared only if both runs" in out[-2]
-    assert out[-1] == "the runs first differ at step 3, rank 0, update: group 0"
+    assert re.match("a .*not be repeated: .*ranks", out[-2])
+    assert re.search("differ .*step 3, rank 0, update: group 0$", out[-1])
 
 
 @pytest.mark.parametrize(
@@ -252,10 +250,7 @@ def test_the_section_and_the_hook_exclude_each_other(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", "faults.yaml", "ledger=true", "hooks.ledger={}"]) == 2
-    assert (
-        "ledger: cannot be combined with hooks.ledger; set only one of them"
-        in capsys.readouterr().err
-    )
+    assert re.search(r"ledger: .*combined .*hooks\.ledger", capsys.readouterr().err)
 
 
 @pytest.mark.slow
@@ -267,4 +262,5 @@ def test_runs_of_two_ranks_are_repeated_on_two(config: Path) -> None:
         assert done.returncode == 0, done.stderr
     done = ended(*COMMAND, "bisect", "a", "b")
     assert (done.returncode, done.stderr) == (3, "")
-    assert done.stdout.splitlines()[-1] == "the runs first differ at step 3, rank 1, data: batch.0"
+    last = done.stdout.splitlines()[-1]
+    assert re.search(r"differ .*step 3, rank 1, data: batch\.0$", last)

@@ -202,7 +202,7 @@ def test_a_page_of_another_site_gets_nothing(browser: Browser, server: RunServer
     """The name of the other site resolves to this machine, as after DNS rebinding."""
     browser.open(f"http://{FOREIGN_NAME}:{server.server_address[1]}/")
     text = browser.wait(lambda: browser.run("return document.body.innerText"))
-    assert "answers only requests to its own address" in text
+    assert re.search("only .*own address", text)
     # The browser does not allow reading across origins.
     reply = browser.driver.execute_async_script(
         "fetch(arguments[0]).then(r => r.text()).catch(e => e.name).then(arguments[1])",

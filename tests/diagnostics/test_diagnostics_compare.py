@@ -1,5 +1,6 @@
 """`stepwrap compare`, and wrong arguments of `stepwrap report`."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def test_missing_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (folder / "config.yaml").unlink()
     assert main(["compare", str(folder), str(other)]) == 0
     out = capsys.readouterr().out
-    assert "no settings: a (no readable config.yaml)" in out
+    assert re.search(r"no settings: a \(.*config\.yaml\)", out)
     assert "metrics: no records yet" in out
     assert "speed: not recorded (hooks.throughput)" in out
 
@@ -70,13 +71,13 @@ def test_missing_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow, _ = map(str, two_runs(tmp_path))
     assert main(["compare", slow, f"{slow}/"]) == 2
-    assert "the runs are the same folder" in capsys.readouterr().err
+    assert "same folder" in capsys.readouterr().err
     assert main(["compare", slow, f"{slow}x"]) == 2
     assert f"did you mean {slow}" in capsys.readouterr().err
     assert main(["report", f"{slow}x"]) == 2
     assert "stepwrap report: " in capsys.readouterr().err
     assert main(["report", slow, "--out", str(tmp_path / "no" / "x.html")]) == 2
-    assert "x.html cannot be written: No such file or directory" in capsys.readouterr().err
+    assert re.search(r"x\.html .*written: No such file", capsys.readouterr().err)
     assert main(["serve", f"{slow}x"]) == 2
     assert f"{slow}x is not a folder" in capsys.readouterr().err
 

@@ -285,16 +285,14 @@ def test_sharded_runs_have_ledgers(tmp_path: Path) -> None:
 
 
 def test_ledgers_that_cannot_be_compared_raise_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match="nothing has no ledger: no such folder"):
+    with pytest.raises(LedgerError, match="nothing .*no such folder"):
         read_ledger(tmp_path / "nothing")
     with pytest.raises(LedgerError, match="has no ledger: train with"):
         read_ledger(tmp_path)
     train(tmp_path / "one", every_steps=1)
     run_ranks(train, 2, tmp_path / "two", every_steps=1)
     ledger, two = read_ledger(tmp_path / "one"), read_ledger(tmp_path / "two")
-    with pytest.raises(
-        LedgerError, match=r"same number of ranks, but at step 0 .*one/ledger has 1 .* has 2"
-    ):
+    with pytest.raises(LedgerError, match="ranks.* step 0 .*one/ledger has 1 .* has 2"):
         first_difference(ledger, two)
     with pytest.raises(LedgerError, match="no step in common"):
         first_difference(ledger, ledger, after=12)
@@ -303,7 +301,7 @@ def test_ledgers_that_cannot_be_compared_raise_with_the_reason(tmp_path: Path) -
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match="every_steps must be a whole number >= 1, got 0"):
+    with pytest.raises(ValueError, match="every_steps must .*>= 1, got 0"):
         LedgerHook(every_steps=0)
     with pytest.raises(ValueError, match="max_mib must be > 0, got 0"):
         LedgerHook(max_mib=0)

@@ -74,7 +74,7 @@ def test_a_difference_is_reported(run: Path, capsys: Capture) -> None:
     trained(run, capsys)
     assert main(["replay", "runs", "--step", "9", "data.train.seed=5"]) == 0
     printed = capsys.readouterr().out
-    assert "the weights after it do NOT equal runs/checkpoints/step_00000009" in printed
+    assert "NOT equal runs/checkpoints/step_00000009" in printed
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_two_ranks_are_replayed_although_the_config_has_one(start: Start, tmp_pa
     lines = re.findall(r"^rank \d, batch \d: loss [\d.]+$", out, flags=re.MULTILINE)
     assert [line[:15] for line in lines] == [f"rank {r}, batch {b}" for r in (0, 1) for b in (1, 2)]
     assert len({line.rpartition(" ")[2] for line in lines}) == 4
-    assert "the weights after it equal, bit for bit, runs/checkpoints/step_00000004" in out
+    assert "bit for bit, runs/checkpoints/step_00000004" in out
 
 
 def resume_here(folder: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_debugger_in_a_rank_has_the_terminal(start: Start, tmp_path: Path) -> 
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, shown.decode()
     assert "rank 1" in shown.decode()
-    assert "step 3, from the beginning of the run" in shown.decode()
+    assert re.search("step 3, .*beginning", shown.decode())
 
 
 def test_a_step_that_was_left_out_can_be_looked_into(run: Path, capsys: Capture) -> None:

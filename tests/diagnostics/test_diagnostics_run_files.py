@@ -198,7 +198,7 @@ def test_files_outside_of_the_folder_are_not_read(tmp_path: Path) -> None:
 
 def test_the_nearest_run_folder_is_named(tmp_path: Path) -> None:
     two_runs(tmp_path)
-    with pytest.raises(RunError, match=r"slwo does not exist: .* did you mean .*/slow"):
+    with pytest.raises(RunError, match="slwo .*exist.*did you mean .*/slow"):
         open_run(tmp_path / "slwo")
-    with pytest.raises(RunError, match=r"is not a run folder: it has none of metrics.jsonl"):
+    with pytest.raises(RunError, match=r"not a run folder.*metrics\.jsonl"):
         open_run(tmp_path)

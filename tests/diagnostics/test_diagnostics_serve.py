@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import re
 import signal
 import socket
 import threading
@@ -150,15 +151,13 @@ def test_a_port_in_use_is_an_error_with_a_remedy(
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert main(["serve", str(tmp_path), "--port", str(port)]) == 2
-    assert (
-        f"stepwrap serve: port {port} of 127.0.0.1 is in use; choose another one with "
-        f"--port {port + 1}, or --port 0 for any free one" in capsys.readouterr().err
-    )
+    message = rf"port {port} of 127\.0\.0\.1 .*in use.* --port {port + 1}, .*--port 0 "
+    assert re.search(message, capsys.readouterr().err)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             stack.enter_context(socket.create_server(("127.0.0.1", 65535)))
         assert main(["serve", str(tmp_path), "--port", "65535"]) == 2
-    assert "choose another one with --port 65534, or" in capsys.readouterr().err
+    assert "--port 65534" in capsys.readouterr().err
     assert main(["serve", str(tmp_path), "--port", "65536"]) == 2
     assert "--port must be 0 to 65535, got 65536" in capsys.readouterr().err
     assert main(["serve", str(tmp_path), "--host", "192.0.2.1", "--port", "0"]) == 2

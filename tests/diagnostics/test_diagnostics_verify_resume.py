@@ -1,6 +1,7 @@
 """`stepwrap verify-resume`: it names state that a run keeps outside its checkpoints."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -131,8 +132,10 @@ def test_what_did_change_is_named_first(config: Path, capsys: Capture) -> None:
     (count,) = (at for at in unsaved_parts.lines_with("self.count += 1") if f"{at} " in text)
     (spare,) = unsaved_parts.lines_with("if self.spare is None")
     causes = [line.strip() for line in text.splitlines() if line.startswith("  ")]
-    assert causes[0] == f"{count} changes count of WithSpare: is it in a state_dict()?"
-    assert causes[-1].startswith(f"{spare} may advance spare of WithSpare, an iterator")
+    assert causes[0].startswith(f"{count} changes count of WithSpare")
+    assert "state_dict()" in causes[0]
+    assert causes[-1].startswith(f"{spare} may advance spare of WithSpare")
+    assert "iterator" in causes[-1]
     assert "SHIFTS" not in text
 
 
@@ -173,11 +176,10 @@ def test_a_run_that_resumes_exactly_passes_and_is_kept(
     runs = tmp_path / "runs"
     words = ["verify-resume", str(config), f"{DATA}.WithGlobal", "--run-dir", str(runs)]
     assert main([*words, "--kill-at", "4"]) == 0
-    assert capsys.readouterr().out == (
-        "uninterrupted run: 12 steps\n"
-        "killed at step 4, resumed from the checkpoint of step 2\n"
-        f"the same in both runs: {SAME}\n"
-    )
+    first, killed, same = capsys.readouterr().out.splitlines()
+    assert re.search("uninterrupted .* 12 steps$", first)
+    assert re.search("killed .*step 4, resumed .*step 2$", killed)
+    assert re.search(f"same .*: {SAME}$", same)
     assert read_ledger(runs / "killed").steps == [0, 1, 2, 3, 4]
     assert read_ledger(runs / "resumed").steps == read_ledger(runs / "uninterrupted").steps
     # The folder has results of other runs by now.
@@ -189,16 +191,15 @@ def test_a_run_that_resumes_exactly_passes_and_is_kept(
 def test_all_ranks_are_killed_and_compared(start: Start, config: Path) -> None:
     words = ["verify-resume", config, "--nproc=2", "wrapper={type: ddp}", "train.max_epochs=4"]
     uninterrupted = start(*words)
-    assert uninterrupted.process.communicate(timeout=LIMIT_S)[0].splitlines()[1:] == [
-        "killed at step 9, resumed from the checkpoint of step 7",
-        f"the same in both runs: {SAME}",
-    ]
+    _, killed, same = uninterrupted.process.communicate(timeout=LIMIT_S)[0].splitlines()
+    assert re.search("killed .*step 9, resumed .*step 7$", killed)
+    assert re.search(f"same .*: {SAME}$", same)
     assert uninterrupted.wait_gone() == []
     noisy = start(*words, "hooks.noise={type: unsaved_parts.OnRankOne}")
     out, err = noisy.process.communicate(timeout=LIMIT_S)
     assert (noisy.process.returncode, err) == (1, ""), out
     head, cause = out.splitlines()[-2:]
-    assert head == "step 9, rank 1: the numpy random state differs"
+    assert re.fullmatch("step 9, rank 1: .*numpy .*differs", head)
     assert any(site in cause for site in unsaved_parts.lines_with("np.random.rand(self.count)"))
 
 
@@ -210,8 +211,8 @@ def test_a_resume_on_other_ranks_has_the_same_samples(
     words = ["verify-resume", str(config), "--nproc=2", "wrapper={type: ddp}", "--then=3", *more]
     assert main(words) == code
     out = capsys.readouterr().out.splitlines()
-    assert out[1] == "killed at step 6, resumed on 3 ranks from the checkpoint of step 4", out
-    assert out[2] == "the same in both runs: the samples of each update and their order"
+    assert re.search("killed .*step 6, resumed .* 3 ranks .*step 4$", out[1]), out
+    assert re.search("same .*samples .*each update .*order$", out[2])
     assert [text in line for text, line in zip(texts, out[3:], strict=True)] == [True] * len(texts)
 
 
@@ -223,8 +224,8 @@ def test_samples_that_fill_up_an_epoch_of_one_update_are_not_compared(
     words += ["--nproc=2", "wrapper={type: ddp}", "--then=3"]
     assert main(["verify-resume", str(config), *words]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[1] == "killed at step 4, resumed on 3 ranks from the checkpoint of step 3", out
-    assert out[2] == "the same in both runs: the samples of each update and their order"
+    assert re.search("killed .*step 4, resumed .* 3 ranks .*step 3$", out[1]), out
+    assert re.search("same .*samples .*each update .*order$", out[2])
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def test_a_silent_rank_is_named_with_its_stack_and_no_process_stays() -> None:
 
 
 def test_a_dead_rank_is_named_first_with_its_output() -> None:
-    with pytest.raises(RanksError, match=r"rank 1: the process ended by SIGKILL") as error:
+    with pytest.raises(RanksError, match="rank 1: .*SIGKILL") as error:
         run_ranks(_die_on_rank_1)
     assert list(error.value.reports) == [1, 0]
     assert "last words" in error.value.reports[1]
@@ -142,7 +142,7 @@ def test_every_call_starts_from_the_same_state(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_world_of_no_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="world_size must .* 1, got 0"):
         run_ranks(_pid, 0)
 
 

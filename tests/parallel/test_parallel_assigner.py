@@ -1,6 +1,7 @@
 """Placements follow from the documented objective and the sizes."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_sizes_part() -> None:
 def test_gpus_that_are_not_there_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert two_models(10, {"cuda:0": 1000, "cpu": 1000}) == ["cuda:0", "cuda:0"]
-    assert "cuda:1 is left out: 0 GPUs are available here" in caplog.text
+    assert re.search("cuda:1 .*left out: 0 GPUs", caplog.text)
     assert two_models(10, {"cpu": 1000}) == ["cpu", "cpu"]
     assert two_models(10, {"cpu": 1000}, devices=None) == ["cpu", "cpu"]
     # No device is left, so the CPU is used with its current free memory.
@@ -59,20 +60,20 @@ def test_too_much_for_all() -> None:
     with pytest.raises(RuntimeError, match="^Estimated model will use") as caught:
         two_models(100, {"cuda:0": 10, "cpu": 10})
     text = str(caught.value)
-    assert "209,715,200 bytes (200 MiB), but only have 14,680,064 bytes (14 MiB)" in text
+    assert re.search(r"209,715,200 bytes \(200 MiB\), .* 14,680,064 bytes \(14 MiB\)", text)
     assert "cuda:0: needed " in text
     assert "cpu: needed " in text
-    assert "allowed 7,340,032 bytes (7 MiB) = 0.7 of 10,485,760 bytes (10 MiB) free" in text
+    assert re.search(r"allowed 7,340,032 .*= 0\.7 of 10,485,760 .*free", text)
 
 
 @pytest.mark.parametrize("models", [3, 20])
 def test_enough_for_all_but_not_on_any(models: int) -> None:
     sizes = [6.0] * models
     free = {f"cuda:{index}": 20 for index in range(models - 1)} | {"cpu": 10}
-    with pytest.raises(RuntimeError, match="but no placement fits every device") as caught:
+    with pytest.raises(RuntimeError, match="no placement fits") as caught:
         ModelAssigner([Placed()] * models, {}, free_mib=free, sizes_mib=sizes)
     assert caught.value.args[0].count("lacking 1,048,576 bytes (1 MiB)") == 1
-    with pytest.raises(RuntimeError, match=r"for model 0 alone, more than any device allows"):
+    with pytest.raises(RuntimeError, match="model 0 alone.*any device"):
         ModelAssigner([Placed()], {}, free_mib={"cuda:0": 10, "cuda:1": 8}, sizes_mib=[6])
 
 
@@ -184,5 +185,5 @@ def test_models_that_share_parameters_stay_together_and_count_once() -> None:
     assigner = ModelAssigner(models, {("critic", "other"): 9}, **options)
     assert assigner.sizes_mib == [3.0, 2.0, 1.0]
     assert [str(device) for device in assigner.assignment] == ["cuda:0", "cuda:1", "cuda:0"]
-    with pytest.raises(RuntimeError, match="models actor, critic that share parameters"):
+    with pytest.raises(RuntimeError, match="models actor, critic .*share parameters"):
         ModelAssigner(models, {}, **{**options, "free_mib": {"cuda:0": 3.5, "cuda:1": 3}})

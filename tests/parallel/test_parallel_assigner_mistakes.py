@@ -83,9 +83,7 @@ def test_other_devices_need_their_memory() -> None:
 
 def test_a_wrong_name_has_the_nearest_one() -> None:
     models = {"actor": Placed(), "critic": Placed()}
-    with pytest.raises(
-        ValueError, match=r"named 'critik' \(actor, critic\); did you mean 'critic'"
-    ):
+    with pytest.raises(ValueError, match=r"'critik' \(actor, critic\).*mean 'critic'"):
         place(models=models, model_connection={("actor", "critik"): 1})
 
 
@@ -99,7 +97,7 @@ def test_moving_to_a_gpu_that_is_not_there_moves_nothing() -> None:
 
 
 def test_a_model_that_cannot_be_moved_is_named() -> None:
-    with pytest.raises(RuntimeError, match="model 0 could not be moved to cpu: Cannot copy out"):
+    with pytest.raises(RuntimeError, match="model 0 .*moved .*cpu: Cannot copy"):
         ModelAssigner([nn.Linear(2, 2, device="meta")], {}, ["cpu"])
 
 

@@ -1,6 +1,7 @@
 """Sizes are real bytes; complexities are operations."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -77,19 +78,19 @@ def test_optimizers_with_unknown_state() -> None:
     fresh, foreign = torch.optim.Adam(model.parameters()), torch.optim.SGD(other.parameters())
     with pytest.raises(ValueError, match="Adam has not stepped.*torch.optim.Adam"):
         ModelSizeEstimator(model, optimizer=fresh).estimate_size()
-    with pytest.raises(ValueError, match="SGD holds no parameter of this model"):
+    with pytest.raises(ValueError, match="SGD .*no parameter"):
         ModelSizeEstimator(model, optimizer=foreign).estimate_size()
-    with pytest.raises(ValueError, match="optimizer=LBFGS could not be determined.*step it once"):
+    with pytest.raises(ValueError, match="optimizer=LBFGS .*determined.*step it once"):
         ModelSizeEstimator(model, optimizer=torch.optim.LBFGS).estimate_size()
 
 
 def test_models_that_have_no_size() -> None:
-    with pytest.raises(ValueError, match="LazyLinear: weight has no shape yet"):
+    with pytest.raises(ValueError, match="LazyLinear: weight .*no shape"):
         ModelSizeEstimator(nn.LazyLinear(3))
-    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got dict"):
+    with pytest.raises(TypeError, match=r"must .*torch\.nn\.Module, got dict"):
         ModelSizeEstimator({})
     for wrong in (-1, math.inf):
-        with pytest.raises(ValueError, match=f"must be 0 or more, and finite, got {wrong}"):
+        with pytest.raises(ValueError, match=f"must .* 0 .*finite, got {wrong}"):
             ModelSizeEstimator(nn.ReLU(), wrong)
 
 
@@ -148,7 +149,6 @@ def test_a_failing_forward_names_its_inputs() -> None:
     inputs = (torch.zeros(3, 8), 4)
     with pytest.raises(RuntimeError) as caught:
         ModelComplexityEstimator(nn.Bilinear(8, 8, 2), inputs).estimate_complexity()
-    assert "forward of Bilinear failed with the example inputs (float32(3, 8) on cpu, int)" in str(
-        caught.value
-    )
+    inputs_text = r"forward.*Bilinear .*\(float32\(3, 8\) on cpu, int\)"
+    assert re.search(inputs_text, str(caught.value))
     assert caught.value.__cause__ is not None

@@ -105,7 +105,7 @@ def test_error_of_a_map(pool):
 def test_not_ready(pool):
     call = pool.apply_async(work.nap, (1.0,))
     assert not call.ready()
-    with pytest.raises(ValueError, match=r"the result of apply\(nap\) is not ready"):
+    with pytest.raises(ValueError, match=r"apply\(nap\) .*not ready"):
         call.successful()
     with pytest.raises(TimeoutError, match=r"apply\(nap\)"):
         call.get(0.01)
@@ -328,7 +328,7 @@ def test_worker_of_a_base_pool_dies():
 def test_worker_of_a_pool_with_its_own_queues_dies(func, args, words):
     """Its task is unknown, so the pool reports that it is broken."""
     pool = QueuePool(2)
-    with pytest.raises(BrokenPoolError, match=f"{words}.* not known which task is lost"):
+    with pytest.raises(BrokenPoolError, match=f"{words}.* not known which task"):
         pool.apply_async(func, args).get(60)
     pool.terminate()
     pool.join(60)

@@ -276,9 +276,7 @@ def test_initializer_ends_the_process(kind, death):
     """Three exits or crashes break the pool; kills are tolerated longer."""
     func, words = DEATHS[death]
     pool = kind(2, func, (1,) if death == "exit" else (), start_method="fork")
-    with pytest.raises(
-        BrokenPoolError, match=rf"\d+ workers failed to start.*; the last .*{words}"
-    ):
+    with pytest.raises(BrokenPoolError, match=rf"\d+ workers failed .*last .*{words}"):
         pool.apply_async(work.square, (1,)).get(60)
     pool.terminate()
     pool.join(60)
@@ -296,7 +294,7 @@ def test_workers_that_cannot_be_replaced():
                 pool.apply_async(work.square, (1,)).get(60)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert re.search(r"\d+ workers failed to start.*; the last could not be", str(caught.value))
+    assert re.search(r"\d+ workers failed .*could not", str(caught.value))
     assert isinstance(caught.value.__cause__, OSError)
 
 

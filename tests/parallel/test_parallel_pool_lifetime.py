@@ -151,7 +151,7 @@ def test_mistakes_at_construction(kind):
     with pytest.raises(ValueError, match="Number of processes must be at least 1"):
         kind(0)
     for wrong in (1.5, "12", True):
-        with pytest.raises(TypeError, match=f"processes must be a whole number, got {wrong!r}"):
+        with pytest.raises(TypeError, match=f"processes must .*whole number, got {wrong!r}"):
             kind(wrong)
     with pytest.raises(TypeError, match="initializer must be a callable"):
         kind(1, initializer=3)
@@ -167,9 +167,9 @@ def test_mistakes_at_construction(kind):
 @pytest.mark.parametrize("kind", [Pool, CtxPool], ids=lambda k: k.__name__)
 def test_options_that_are_no_numbers(kind):
     for wrong in ("3", 1.5):
-        with pytest.raises(TypeError, match=f"retries must be a whole number, got {wrong!r}"):
+        with pytest.raises(TypeError, match=f"retries must .*whole number, got {wrong!r}"):
             kind(1, retries=wrong)
-    with pytest.raises(TypeError, match="task_timeout must be a number of seconds or None, got"):
+    with pytest.raises(TypeError, match="task_timeout must .*seconds .*None, got '3'"):
         kind(1, task_timeout="3")
 
 
@@ -178,15 +178,15 @@ def test_arguments_of_calls_that_are_no_numbers():
         for wrong in ("3", 1.5, True):
             for method in (pool.map, pool.starmap, pool.imap, pool.imap_unordered):
                 with pytest.raises(
-                    TypeError, match=f"chunksize must be a whole number, got {wrong!r}"
+                    TypeError, match=f"chunksize must .*whole number, got {wrong!r}"
                 ):
                     method(work.square, [1], wrong)
-            with pytest.raises(TypeError, match=f"lookahead must be a whole number, got {wrong!r}"):
+            with pytest.raises(TypeError, match=f"lookahead must .*whole number, got {wrong!r}"):
                 pool.imap(work.square, [1], lookahead=wrong)
         call, iterator = pool.apply_async(work.square, (1,)), pool.imap(work.square, [1])
         pool.close()
         for method in (call.get, call.wait, iterator.next, pool.join):
-            with pytest.raises(TypeError, match="timeout must be a number of seconds or None"):
+            with pytest.raises(TypeError, match="timeout must .*seconds or None"):
                 method("3")
 
 

@@ -41,9 +41,7 @@ def test_in_order_within_one_process(make: Any) -> None:
 def test_get_gives_up_in_time(make: Any) -> None:
     queue = make()
     for timeout in (0, 0.05):
-        with pytest.raises(
-            TimeoutError, match=f"nothing arrived in the queue within {timeout} s"
-        ) as raised:
+        with pytest.raises(TimeoutError, match=f"nothing arrived .* {timeout} s") as raised:
             queue.get(timeout)
         assert isinstance(raised.value, multiprocessing.TimeoutError)
         assert isinstance(raised.value, builtins.TimeoutError)
@@ -53,7 +51,7 @@ def test_get_gives_up_in_time(make: Any) -> None:
 
 @ANY
 def test_a_timeout_that_makes_no_sense(make: Any) -> None:
-    with pytest.raises(ValueError, match="timeout must be None or at least 0 s, got -1"):
+    with pytest.raises(ValueError, match="timeout must .*None .* 0 s, got -1"):
         make().get(-1)
 
 
@@ -76,12 +74,12 @@ def test_only_a_starting_process_gets_the_queue(make: Any) -> None:
 
 def test_number_of_queues() -> None:
     for wrong in ("2", 1.5, True):
-        with pytest.raises(TypeError, match="queue_num must be a whole number, got"):
+        with pytest.raises(TypeError, match="queue_num must .*whole number, got"):
             MultiP2PQueue(wrong)
     for queue in (SimpleQueue(), SimpleP2PQueue(), MultiP2PQueue(1)):
-        with pytest.raises(TypeError, match="timeout must be a number of seconds or None, got '1'"):
+        with pytest.raises(TypeError, match="timeout must .*seconds .*None, got '1'"):
             queue.get("1")
-    with pytest.raises(ValueError, match="queue_num must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="queue_num must .* 1, got 0"):
         MultiP2PQueue(0)
 
 

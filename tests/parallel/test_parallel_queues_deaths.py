@@ -136,7 +136,7 @@ def test_the_sides_of_a_queue_for_two() -> None:
     back: Any = SimpleQueue()
     reader = started(FORK, get_one_and_wait, queue, back)
     queue.put(1)
-    with pytest.raises(OSError, match="puts into the queue and cannot get from it"):
+    with pytest.raises(OSError, match="puts into .*cannot get"):
         queue.get(1)
     assert back.get(60) == 1
     _killed(reader)

@@ -1,6 +1,7 @@
 """Unpickled exceptions can be raised and have a traceback."""
 
 import pickle
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -169,7 +170,7 @@ def test_exceptions_that_cannot_be_unpickled_become_remote_errors(
     carried = pickle.loads(data)
     assert isinstance(carried, RemoteError)
     assert carried.message == "not here"
-    assert "this process could not recreate it: SystemExit" in str(carried.__cause__)
+    assert "not recreate it: SystemExit" in str(carried.__cause__)
 
 
 def test_large_exceptions_become_texts_of_bounded_length() -> None:
@@ -180,7 +181,7 @@ def test_large_exceptions_become_texts_of_bounded_length() -> None:
     assert len(data) < 1 << 18
     text = str(pickle.loads(data).__cause__)
     assert len(text) < 66_000
-    assert "... [cut here: the whole text has 209" in text
+    assert re.search(r"\[cut here.* 209", text)
 
 
 def test_tensors_go_along_by_copy() -> None:

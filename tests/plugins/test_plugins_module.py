@@ -218,7 +218,7 @@ def test_with_several_optimizers_a_schedule_names_its_own() -> None:
     )
     for schedule, text in cases:
         module = StepLightningModule(TwoPlayers(), optim_wrapper=two, schedulers=[schedule])
-        with pytest.raises(ValueError, match=r"must be one of 'first', 'second', got") as error:
+        with pytest.raises(ValueError, match="must .*'first', 'second', got") as error:
             module.configure_optimizers()
         assert str(error.value).endswith(text)
     chosen = {"type": halving, "optimizer": "second"}

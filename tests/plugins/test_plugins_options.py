@@ -44,7 +44,7 @@ def test_an_unknown_wrapper_is_an_error_with_the_nearest_name() -> None:
 
 @pytest.mark.parametrize("wrapper", [3, nn.Linear(1, 1), nn.Linear, "torch.nn.Linear"])
 def test_a_wrapper_of_another_type_is_an_error_at_construction(wrapper: Any) -> None:
-    with pytest.raises(TypeError, match="a class with a train_step, or the name of a .*fsdp"):
+    with pytest.raises(TypeError, match="class .*train_step, .*name .*fsdp"):
         StepStrategy(wrapper)
 
 

@@ -1,5 +1,6 @@
 """The strategy under the real Trainer on two ranks, compared with Lightning's ddp."""
 
+import re
 from typing import Any
 
 import pytest
@@ -164,12 +165,12 @@ def test_comm_hook_combines_the_gradients(other_options: list[dict[str, Any]]) -
 def test_modules_that_sharding_does_not_support_raise_errors() -> None:
     for rank in run_ranks(unusual_modules, 2):
         assert rank["own, called"] <= 1e-6
-        assert "RuntimeError: a manual training_step under fsdp" in rank["own, not called"]
+        assert re.search("RuntimeError: .*manual training_step .*fsdp", rank["own, not called"])
         assert rank["toggled"] <= 1e-6
         assert rank["thawed"] <= 1e-6
         assert "StochasticWeightAveraging copies full weights" in rank["averaged"]
-        assert "need the same number of batches to predict" in rank["unequal"]
-        assert "need the same number of batches to validate" in rank["unequal at first"]
+        assert re.search("same number of batches .*predict", rank["unequal"])
+        assert re.search("same number of batches .*validate", rank["unequal at first"])
         assert "Automatic is sharded already" in rank["left by another"]
         assert "[[3], [2]]" in rank["unequal"]
         assert rank["unequal by ddp"] == "no error"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 from functools import wraps
 from typing import Any
 
@@ -101,8 +102,8 @@ def test_names_that_the_signature_lacks_are_not_refused(name: str) -> None:
 def test_a_declared_signature_of_ours_is_complete() -> None:
     cfg = {"type": "AmpOptimWrapper", "dtypes": "float16", "accumulative_counts": "x"}
     unknown, kind = check_component(cfg, OPTIM_WRAPPERS, "w", ["optimizer"])
-    assert unknown.what == "AmpOptimWrapper has no such argument; did you mean dtype?"
-    assert kind.what == "must be a whole number, got 'x' (AmpOptimWrapper)"
+    assert re.match(r"AmpOptimWrapper .*no such .*mean dtype\?$", unknown.what)
+    assert re.search(r"whole number, got 'x' \(AmpOptimWrapper\)$", kind.what)
 
 
 @pytest.mark.skipif(

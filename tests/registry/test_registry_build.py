@@ -1,6 +1,7 @@
 """Build objects from dicts."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,7 +79,7 @@ def test_wrong_configs(parts: Registry, cfg: Any, kind: type[Exception], said: s
 
 def test_wrong_registry_and_defaults_are_type_errors(parts: Registry) -> None:
     cfg: Any = {"type": "Part"}
-    with pytest.raises(TypeError, match="registry must be a Registry object, but got <class 'dic"):
+    with pytest.raises(TypeError, match="registry must .*Registry .*<class 'dict'>"):
         build_from_cfg(cfg, cfg)
     with pytest.raises(TypeError, match="^default_args should be a dict, ConfigDict, Config or N"):
         build_from_cfg(cfg, parts, [1])  # type: ignore[arg-type]
@@ -99,7 +100,7 @@ def test_wrong_arguments_name_class_and_signature(
     with pytest.raises(TypeError) as caught:
         parts.build({"type": "Part", **cfg})
     assert str(caught.value).startswith(said)
-    assert "the signature is Part(width, depth=2, inner=None)" in str(caught.value)
+    assert "Part(width, depth=2, inner=None)" in str(caught.value)
 
 
 def test_a_misspelt_argument_hides_the_missing_one(parts: Registry) -> None:
@@ -122,7 +123,7 @@ def test_scope_key_switches_the_registry(parts: Registry) -> None:
     child.register_module(name="Part", module=dict)
     assert parts.build({"type": "Part", "_scope_": "child"}) == {}
     assert isinstance(child.build({"type": "Part", "_scope_": "parts", "width": 1}), Part)
-    with pytest.raises(KeyError, match="no scope 'cat'; its scopes are parts, child"):
+    with pytest.raises(KeyError, match="no scope 'cat'.*parts, child"):
         build_tree({"type": "Part", "_scope_": "cat"}, parts)
 
 
@@ -169,8 +170,8 @@ def test_a_nested_miss_names_both_registries(parts: Registry) -> None:
     with pytest.raises(KeyError) as caught:
         build_tree({"type": "Part", "width": 1, "inner": {"type": "Liner"}}, parts)
     text = str(caught.value)
-    assert text.startswith("Liner is not in the parts::PARTS registry")
-    assert "nor is it in MODELS; did you mean Linear" in text
+    assert re.search("Liner .*not in .*parts::PARTS", text)
+    assert "MODELS; did you mean Linear" in text
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_components_are_checked_without_building(cfg: Any, key: str, said: str) 
 def test_names_close_to_passed_through_arguments_are_reported() -> None:
     (problem,) = check_component({"type": "AUROC", "tasks": "binary"}, METRICS, "m")
     assert problem.key == "m.task"
-    assert problem.what.endswith("is tasks a misspelling of it?")
+    assert "tasks a misspelling" in problem.what
 
 
 def test_a_list_of_models_is_a_sequential() -> None:

@@ -90,7 +90,7 @@ def test_a_good_config_gives_typed_sections(good: str) -> None:
 def test_plain_dicts_are_checked_as_well(good: str) -> None:
     values = load_config(good).to_dict()
     assert check_config(values) == check_config(load_config(good))
-    with pytest.raises(ConfigError, match=r"^modle: there is no such setting; did you mean model"):
+    with pytest.raises(ConfigError, match="^modle: .*did you mean model"):
         check_config({**values, "modle": 1})
 
 
@@ -100,18 +100,20 @@ def test_all_problems_come_at_once_with_their_places(good: str, write: Write) ->
         "_base_: good.yaml\nseed: zero\nmodle: 3\nwrapper:\n  type: ddp\n"
         "  find_unused: true\noptimizer:\n  lrr: 0.1\nhooks:\n  progres: true\n",
     )
-    assert problems("bad.yaml", "launch.nproc=0") == [
-        "bad.yaml:2: seed: must be a whole number, got 'zero'",
-        "bad.yaml:3: modle: there is no such setting; did you mean model?",
-        "bad.yaml:6: wrapper.find_unused: StepDistributedDataParallel has no such argument; "
-        "did you mean find_unused_parameters?",
-        "bad.yaml:8: optimizer.lrr: AdamW has no such argument; did you mean lr?",
-        "bad.yaml:10: hooks.progres: needs a type; only progress, log, checkpoint, throughput, "
+    expected = [
+        "bad.yaml:2: seed: must .*whole number, got 'zero'",
+        r"bad.yaml:3: modle: .*did you mean model\?",
+        "bad.yaml:6: wrapper.find_unused: StepDistributedDataParallel .*no such argument.*"
+        r"did you mean find_unused_parameters\?",
+        r"bad.yaml:8: optimizer.lrr: AdamW .*no such argument.*did you mean lr\?",
+        "bad.yaml:10: hooks.progres: .*type.*progress, log, checkpoint, throughput, "
         "early_stop, ema, swa, grad_norm, nan_guard, spike_guard, profile, step_blocks, system, "
-        "time_limit, tensorboard, wandb, mlflow, ledger, run_info have a default; "
-        "did you mean progress?",
-        "override launch.nproc=0: launch.nproc: must be at least 1, got 0",
+        "time_limit, tensorboard, wandb, mlflow, ledger, run_info .*default.*"
+        r"did you mean progress\?",
+        "override launch.nproc=0: launch.nproc: must .* 1, got 0",
     ]
+    for message, pattern in zip(problems("bad.yaml", "launch.nproc=0"), expected, strict=True):
+        assert re.fullmatch(pattern, message)
 
 
 @pytest.mark.parametrize(
@@ -290,25 +292,21 @@ def test_a_misspelt_key_is_not_reported_as_missing_too(write: Write, correct: st
 
 
 def test_a_setting_that_is_missing_points_to_its_section(good: str) -> None:
-    assert problem(good, "train={type: EpochTrainLoop}").endswith(
-        "train.max_epochs: is missing, EpochTrainLoop needs it"
-    )
+    text = problem(good, "train={type: EpochTrainLoop}")
+    assert re.search(r"train\.max_epochs: .*missing, .*EpochTrainLoop", text)
 
 
 def test_nothing_to_run_is_a_problem(write: Write) -> None:
     write("a.yaml", "model: {type: Identity}\n")
-    assert problem("a.yaml") == "a.yaml:1: nothing to run: set train, or data for val or test"
+    assert re.match(r"a\.yaml:1: nothing to run: .*train.*val.*test$", problem("a.yaml"))
 
 
 def test_settings_left_by_a_base_are_explained(good: str, write: Write) -> None:
     write("child.yaml", "_base_: good.yaml\nschedulers:\n  type: StepLR\n  step_size: 1\n")
-    assert problem("child.yaml").endswith(
-        "it is inherited, `_delete_: true` next to the type (child.yaml:3) removes it"
-    )
-    assert problem(good, "schedulers.type=ConstantLR").endswith(
-        "has no such argument; it is inherited, 'schedulers={type: ConstantLR}' replaces the whole "
-        "section and removes it"
-    )
+    remedy = r"inherited, `_delete_: true` .*\(child\.yaml:3\)"
+    assert re.search(remedy, problem("child.yaml"))
+    remedy = "no such argument; .*inherited, 'schedulers={type: ConstantLR}' replaces"
+    assert re.search(remedy, problem(good, "schedulers.type=ConstantLR"))
 
 
 TYPED = """\
@@ -356,11 +354,7 @@ def test_a_misspelt_type_is_named_at_its_line(write: Write, at: int, wrong: str)
     write("a.yaml", text)
     line = text[: text.index(f"{wrong}:")].count("\n") + 1
     messages = problems("a.yaml")
-    assert [
-        message
-        for message in messages
-        if f".{wrong}: there is no such setting; did you mean type?" in message
-    ]
+    assert any(re.search(rf"\.{wrong}: .*did you mean type\?", message) for message in messages)
     assert all(message.startswith(f"a.yaml:{line}: ") for message in messages)
 
 
@@ -386,16 +380,17 @@ def test_a_failing_module_is_reported_first_with_the_users_line(good: str, write
     failed = "ZeroDivisionError: division by zero (own_parts.py:2)"
     with pytest.raises(ConfigError) as caught:
         check_config(load_config(good, ["hooks.mine.type=own_hooks.Mine"]))
-    assert str(caught.value).partition("hooks.mine.type: ")[2] == (
-        f"own_hooks cannot be imported: {failed}; "
-        "own_hooks.Mine is not in the stepwrap::HOOKS registry"
+    pattern = (
+        rf"hooks\.mine\.type: own_hooks .*imported: {re.escape(failed)}; "
+        r"own_hooks\.Mine .*not in .*stepwrap::HOOKS"
     )
+    assert re.search(pattern, str(caught.value))
     text = "".join(traceback.format_exception(caught.value))
     assert 'own_parts.py", line 2, in make' in text
     wrong = ["hooks.mine.type=Mine", "imports=[nets, own_hooks]"]
     message, second = problems(good, *wrong)
     assert message.endswith(f"imports.1: own_hooks failed to import: {failed}")
-    assert "hooks.mine.type: Mine is not in the stepwrap::HOOKS registry" in second
+    assert re.search(r"hooks\.mine\.type: Mine .*not in .*stepwrap::HOOKS", second)
 
 
 def test_a_syntax_error_in_a_module_is_reported_with_its_line(good: str, write: Write) -> None:
@@ -409,7 +404,7 @@ def test_a_syntax_error_in_a_module_is_reported_with_its_line(good: str, write: 
 
 def test_a_class_that_was_not_imported_is_located(good: str) -> None:
     text = problem(good, "imports=[]", "model.net.type=Net")
-    assert "class Net is defined in nets.py:6 but was never imported: add nets to imports" in text
+    assert re.search(r"Net .*nets\.py:6 .*imported: add nets", text)
 
 
 def test_a_file_and_its_package_can_be_imported(good: str, write: Write) -> None:
@@ -424,4 +419,4 @@ def test_two_files_of_one_name_are_distinguished(good: str, write: Write) -> Non
     write("conf/nets.py", MODULE)
     check_config(load_config(good))
     text = problem(good, "imports.0=conf/nets.py")
-    assert "nets.py cannot be imported as nets, which is" in text
+    assert re.search(r"nets\.py .*imported as nets, ", text)

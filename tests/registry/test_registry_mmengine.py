@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -79,11 +80,11 @@ def test_switching_yields_the_member_and_builds_from_it(family: Family) -> None:
         assert build_from_cfg({"type": "Det", "depth": 2}, family.cls).depth == 2
         with family.cls.switch_scope_and_registry("cls") as inner:
             assert inner is family.cls
-            with pytest.raises(KeyError, match="Det is not in the cls::model registry"):
+            with pytest.raises(KeyError, match="Det .*not in .*cls::model"):
                 family.root.build({"type": "Det", "depth": 1})
         with family.root.switch_scope_and_registry(None) as inner:
             assert inner is family.det
-    with pytest.raises(KeyError, match="Det is not in the root::model registry"):
+    with pytest.raises(KeyError, match="Det .*not in .*root::model"):
         family.root.build({"type": "Det", "depth": 1})
     with family.cls.switch_scope_and_registry(None) as registry:
         assert registry is family.cls
@@ -120,10 +121,10 @@ def test_an_unknown_scope_keeps_the_current_registry(
     with family.det.switch_scope_and_registry("nowhere") as registry:
         assert registry is family.det
         assert family.cls.build({"type": "Cls", "depth": 1}).depth == 1
-    assert "model has no scope 'nowhere': det is used" in caplog.text
+    assert re.search("model .*no scope 'nowhere': det ", caplog.text)
     caplog.clear()
     assert build_from_cfg({"type": "Det", "_scope_": "no", "depth": 2}, family.det).depth == 2
-    assert "model has no scope 'no': det is used" in caplog.text
+    assert re.search("model .*no scope 'no': det ", caplog.text)
 
 
 @pytest.mark.parametrize("cfg", ["Det", None, [{"type": "Det"}]])
@@ -220,7 +221,7 @@ def test_configs_of_mmengine_are_built(family: Family, mmengine_config: Any) -> 
         assert cfg.type == "Root"
         with pytest.raises(KeyError, match='must contain the key "type", but got depth'):
             family.root.build(kind({"depth": 3}))
-        with pytest.raises(TypeError, match="dept: Backbone has no such argument"):
+        with pytest.raises(TypeError, match="dept: Backbone .*no such argument"):
             family.root.build(kind({"type": "Root", "dept": 3}))
         assert build_from_cfg(kind({"type": "Det", "_scope_": "det", "depth": 4}), family.cls)
 

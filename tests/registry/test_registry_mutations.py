@@ -246,7 +246,7 @@ def test_overrides_and_dicts_are_bounded_as_files_are(write: Write) -> None:
     for override in ("a." * 1000 + "b=1", "a." * 40 + "b=" + "[" * 40 + "]" * 40):
         with pytest.raises(ConfigError, match="nested more than 50 levels deep"):
             load_config(path, [override])
-    with pytest.raises(ConfigError, match=r"a\.a\.a: nested more than 50 levels deep"):
+    with pytest.raises(ConfigError, match=r"a\.a\.a: nested .* 50 levels"):
         config_from_dict(deep)
 
 

@@ -1,5 +1,6 @@
 """Gradient servers whose services fail once: at a resend, and when the primary is watched."""
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -74,7 +75,7 @@ def test_the_primary_is_watched_after_a_first_attempt_has_failed(
     server.start()
     group.barrier()
     if world.rank == 1:
-        assert "the primary reducer cannot be asked" in catch_error(push, group)
+        assert "primary reducer cannot be asked" in catch_error(push, group)
     group.barrier()
     if world.rank == 0:
         group.register(key, alive)
@@ -85,4 +86,4 @@ def test_the_primary_is_watched_after_a_first_attempt_has_failed(
         server.watch()
         group.registered_sync("server/_shut_out_service", ("excluded",))
         until(lambda: server._secondary.lost is not None)
-        assert catch_error(server.watch) == "RpcError: the primary reducer is gone"
+        assert re.match("RpcError: .*primary reducer .*gone$", catch_error(server.watch))

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import threading
 import time
 from typing import Any
@@ -183,16 +184,22 @@ def test_bad_and_late_calls(world: World, group: RpcGroup) -> None:
     assert raised_by(group.rpc_sync, 9, abs)[0] == "RuntimeError"
     kind, text = raised_by(group.rpc_sync, "w0", abs, args=(threading.Lock(),))
     assert kind == "TypeError"
-    assert "cannot be sent to another process" in text
+    assert "cannot be sent" in text
     with pytest.raises(TypeError) as refused:
         group.rpc_sync("w0", threading.Lock)
     assert "raised by 'w0'" in remote_traceback(refused.value)
-    late = "'w1' has not answered sleep() within 0.1 s"
-    assert raised_by(group.rpc_sync, "w1", time.sleep, 0.1, (0.4,)) == ("RpcError", late)
-    assert raised_by(group.rpc_async("w1", time.sleep, 0.1, (0.4,)).wait) == ("RpcError", late)
+    late = r"'w1' .*answered sleep\(\) .* 0\.1 s$"
+    for wait in (
+        lambda: group.rpc_sync("w1", time.sleep, 0.1, (0.4,)),
+        lambda: group.rpc_async("w1", time.sleep, 0.1, (0.4,)).wait(),
+    ):
+        kind, text = raised_by(wait)
+        assert kind == "RpcError"
+        assert re.match(late, text)
     slow = group.remote("w1", time.sleep, args=(0.4,))
-    text = "'w1' has not answered to_here() within 0.1 s"
-    assert raised_by(slow.to_here, 0.1) == ("RpcError", text)
+    kind, text = raised_by(slow.to_here, 0.1)
+    assert kind == "RpcError"
+    assert re.match(r"'w1' .*answered to_here\(\) .* 0\.1 s$", text)
     assert slow.to_here(0) is None
 
 
@@ -308,7 +315,8 @@ def test_groups_are_made_sent_destroyed_and_made_again(world: World, group: RpcG
         pair.barrier()
         pair.destroy()
         pair.destroy()
-        assert raised_by(pair.barrier)[1] == f"group 'two' has been destroyed in 'w{world.rank}'"
+        text = raised_by(pair.barrier)[1]
+        assert re.search(f"'two' .*destroyed in 'w{world.rank}'$", text)
         pair = world.create_rpc_group("two", ["w0", "w1"])
         assert not pair.is_paired("w0")
         assert not pair.is_paired("w1")
@@ -318,7 +326,8 @@ def test_groups_are_made_sent_destroyed_and_made_again(world: World, group: RpcG
         assert answer == ("RuntimeError", "Creator Process [w2] not in Group [two]")
         kind, text = raised_by(world.create_rpc_group, "x", ["w2", "w11"])
         assert kind == "ValueError"
-        assert "'w11' is not a member of the world: 'w0', 'w1', 'w2'; did you mean 'w1'?" in text
+        assert re.search("'w11' .*member .*'w0', 'w1', 'w2'", text)
+        assert "did you mean 'w1'?" in text
 
 
 def _disagree(world: World, group: RpcGroup) -> tuple[str, str] | None:
@@ -334,8 +343,9 @@ def test_members_that_disagree_or_are_missing() -> None:
     assert w0[0] == second[0] == "ValueError"
     for text in (w0[1], second[1]):
         assert "gave the members 'w0', 'w1'" in text
-        assert "gave the members 'w0', 'w1', 'w2'" in text
-    assert third == ("RpcError", "group 'alone': 'w0' has not arrived within 0.2 s")
+        assert "members 'w0', 'w1', 'w2'" in text
+    assert third[0] == "RpcError"
+    assert re.search(r"'alone': 'w0' [^']*arrived .* 0\.2 s$", third[1])
 
 
 def _kept_count() -> int:

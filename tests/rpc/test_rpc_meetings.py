@@ -1,5 +1,6 @@
 """Barriers and groups used by several threads, under reused names, and late."""
 
+import re
 import threading
 import time
 from pathlib import Path
@@ -36,10 +37,8 @@ def _two_threads(world: World, group: RpcGroup) -> list[str]:
 @pytest.mark.slow
 def test_no_thread_passes_a_barrier_because_another_gives_up() -> None:
     answers = run_group(_two_threads, 2)[0]
-    assert answers == [
-        "RpcError: barrier of group 'all': 'w1' has not arrived within 0.3 s",
-        "RpcError: barrier of group 'all': 'w1' has not arrived within 1.5 s",
-    ]
+    for answer, timeout in zip(answers, ("0.3", "1.5"), strict=True):
+        assert re.match(f"RpcError: barrier .*'all': 'w1' [^']* {timeout} s$", answer)
 
 
 def _old_and_new(world: World, group: RpcGroup) -> Any:
@@ -65,8 +64,8 @@ def _old_and_new(world: World, group: RpcGroup) -> Any:
 
 def test_a_barrier_of_a_destroyed_group_does_not_match_its_successors() -> None:
     answer = run_group(_old_and_new, 2)[1]
-    assert answer[0].startswith("RuntimeError: group 'pair' has been destroyed in 'w1'")
-    assert answer[1] == "RpcError: barrier of group 'pair': 'w0' has not arrived within 0.3 s"
+    assert re.match("RuntimeError: .*'pair' .*destroyed in 'w1'", answer[0])
+    assert re.match(r"RpcError: barrier .*'pair': 'w0' [^']* 0\.3 s$", answer[1])
 
 
 def _one_is_late(world: World, group: RpcGroup) -> str:
@@ -85,10 +84,8 @@ def _one_is_late(world: World, group: RpcGroup) -> str:
 
 def test_a_member_that_timed_out_is_not_reported_as_missing() -> None:
     answers = run_group(_one_is_late)
-    assert answers[:2] == [
-        "RpcError: barrier of group 'all': 'w2' has not arrived within 0.5 s",
-        "RpcError: barrier of group 'all': 'w2' has not arrived within 1 s",
-    ]
+    for answer, timeout in zip(answers[:2], ("0.5", "1"), strict=True):
+        assert re.match(f"RpcError: barrier .*'all': 'w2' [^']* {timeout} s$", answer)
 
 
 @on_ranks(2)
@@ -97,7 +94,7 @@ def test_destroying_after_the_end_of_the_world() -> None:
         group = world.create_rpc_group("all", world.get_members())
     group.destroy()
     answer = catch_error(group.barrier)
-    assert answer.startswith("RuntimeError: this process must be in a world with RPC")
+    assert re.match("RuntimeError: .*must .*world with RPC", answer)
 
 
 def _one_dies(reported: Path) -> str:
@@ -118,7 +115,8 @@ def _one_dies(reported: Path) -> str:
 
 def test_a_barrier_fails_at_once_if_a_member_is_dead(tmp_path: Path) -> None:
     error_0, second, _ = run_ranks(_one_dies, 3, tmp_path / "reported")
-    assert error_0 == second == "RpcError: barrier of group 'all': 'w2' has ended"
+    assert error_0 == second
+    assert re.match("RpcError: barrier .*'all': 'w2' [^']*ended$", error_0)
 
 
 def _directory() -> Directory:
@@ -161,8 +159,8 @@ def _arrives_after_giving_up(world: World, group: RpcGroup) -> str:
 
 def test_an_arrival_that_is_served_after_giving_up_does_not_count() -> None:
     error_0, second = run_group(_arrives_after_giving_up, 2)
-    assert error_0 == "RpcError: barrier of group 'all': 'w1' has not arrived within 0.5 s"
-    assert second == "RpcError: barrier of group 'all': 'w0' has not arrived within 0.3 s"
+    assert re.match(r"RpcError: barrier .*'all': 'w1' [^']* 0\.5 s$", error_0)
+    assert re.match(r"RpcError: barrier .*'all': 'w0' [^']* 0\.3 s$", second)
 
 
 def _error_comes_late(world: World, group: RpcGroup) -> str:
@@ -188,4 +186,5 @@ def _error_comes_late(world: World, group: RpcGroup) -> str:
 def test_a_member_that_gives_up_gets_the_error_of_the_meeting() -> None:
     error_0, second = run_group(_error_comes_late, 2)
     assert error_0 == second
-    assert error_0 == "ValueError: 'w0' gave the members 'w0', but 'w1' gave the members 'w0', 'w1'"
+    members = "'w0' [^']*members 'w0',[^']*'w1' [^']*members 'w0', 'w1'$"
+    assert re.match(f"ValueError: {members}", error_0)

@@ -1,5 +1,6 @@
 """The model server: model versions that are pushed by one process and pulled by others."""
 
+import re
 from typing import Any
 
 import pytest
@@ -242,11 +243,9 @@ def test_another_model_is_an_error_that_leaves_it_unchanged(world: World, group:
         assert server.push(model)
     names, shapes = texts
     assert names[0] == "KeyError"
-    assert "the model lacks 'linear.bias', 'linear.weight', 'norm.bias'" in names[1]
+    assert "model lacks 'linear.bias', 'linear.weight', 'norm.bias'" in names[1]
     assert "and 2 more" in names[1]
-    assert "the state lacks '0.bias', '0.weight' and" in names[1]
-    assert shapes == (
-        "ValueError",
-        "the state must be of the same model, but 'linear.weight' is (2, 3) in the state, (2, 4) "
-        "in the model",
-    )
+    assert "state lacks '0.bias', '0.weight' and" in names[1]
+    assert shapes[0] == "ValueError"
+    difference = r"'linear\.weight' .*\(2, 3\) .*state, \(2, 4\) .*model"
+    assert re.search(f"must .*same model, .*{difference}$", shapes[1])

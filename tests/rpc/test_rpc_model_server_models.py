@@ -42,7 +42,7 @@ def train(model: nn.Module) -> None:
 def test_only_models_are_accepted() -> None:
     server = PushPullModelServer("model", Local())
     for call in (server.push, server.pull):
-        with pytest.raises(TypeError, match="must be a torch.nn.Module, got OrderedDict"):
+        with pytest.raises(TypeError, match=r"must .*torch\.nn\.Module, got OrderedDict"):
             call(net().state_dict())  # type: ignore[arg-type]
 
 

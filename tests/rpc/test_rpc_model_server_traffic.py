@@ -193,7 +193,7 @@ def test_states_pushed_past_the_model_server_are_pulled(world: World, group: Rpc
         assert other.pp_version == 2
         assert is_equal(model, other)
         # The state must map names to tensors.
-        with pytest.raises(TypeError, match="a state must be a mapping"):
+        with pytest.raises(TypeError, match="state must be a mapping"):
             plain_server.push("model", 5, 3, 2)
         # Other names: the whole state is sent, without the removed tensors.
         del model.head, other.head

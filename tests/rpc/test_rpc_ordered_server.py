@@ -81,7 +81,7 @@ def test_wrong_arguments_of_a_server() -> None:
     for depth in (0, -1, 1.5):
         with pytest.raises(AssertionError, match="version_depth"):
             ordered_server(depth)
-    with pytest.raises(TypeError, match="version_depth must be a positive integer, got '1'"):
+    with pytest.raises(TypeError, match="version_depth must .*positive integer, got '1'"):
         ordered_server("1")
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import re
 import threading
 import time
 from typing import Any
@@ -52,7 +53,7 @@ def test_tensors_of_layouts_that_torch_cannot_send(world: World, group: RpcGroup
     assert torch.equal(back.to_dense(), torch.eye(3))
     kind, text = raised_by(group.rpc_sync, "w1", len, args=((csr, threading.Lock()),))
     assert kind == "TypeError"
-    assert "cannot be sent to another process" in text
+    assert "cannot be sent" in text
 
 
 class Unloadable:
@@ -80,9 +81,8 @@ def test_a_call_that_does_not_begin_ends_the_wait_for_its_value(
         assert str(raised.value).count("raised by") == 1
         del raised
         late = group.remote("w1", time.sleep, 0.1, (0.5,))
-        assert raised_by(late.to_here, 10)[1].startswith(
-            "'w1' has not answered sleep() within 0.1 s"
-        )
+        text = raised_by(late.to_here, 10)[1]
+        assert re.match(r"'w1' .*answered sleep\(\) .* 0\.1 s", text)
         del late
         assert kept_in_the_end(group, "w1") == 0
 
@@ -216,7 +216,7 @@ def test_odd_timeouts(world: World, group: RpcGroup) -> None:
     if world.rank == 0:
         for timeout in (1e-9, 0.0004):
             text = raised_by(group.rpc_sync, "w1", time.sleep, timeout, (0.3,))[1]
-            assert text == "'w1' has not answered sleep() within 0.001 s"
+            assert re.match(r"'w1' .*answered sleep\(\) .* 0\.001 s$", text)
         for wrong in (-2, float("nan"), float("inf"), None, "3", True):
             kind, text = raised_by(group.rpc_sync, "w1", abs, wrong, (1,))
             assert kind == ("ValueError" if type(wrong) in (int, float) else "TypeError")

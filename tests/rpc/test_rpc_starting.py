@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -155,10 +156,11 @@ def run_and_lose(dead: str, folder: Path) -> list[dict[str, str]]:
 @pytest.mark.slow
 def test_errors_name_a_killed_member_and_the_others_keep_working(tmp_path: Path) -> None:
     for errors in run_and_lose("w2", tmp_path):
-        assert errors.pop("barrier") == "RpcError: barrier of group 'all': 'w2' has ended"
-        assert errors.pop("group") == "RpcError: group 'new': 'w2' has ended"
+        barrier, group = errors.pop("barrier"), errors.pop("group")
+        assert re.match("RpcError: barrier .*'all': 'w2' [^']*ended$", barrier)
+        assert re.match("RpcError: group 'new': 'w2' [^']*ended$", group)
         for text in errors.values():
-            assert text.startswith("RpcError: 'w2' is gone or cannot be reached, so ")
+            assert re.match("RpcError: 'w2' .*gone or .*reached, ", text)
 
 
 @pytest.mark.slow
@@ -166,4 +168,4 @@ def test_without_rank_zero_every_call_fails_at_once(tmp_path: Path) -> None:
     for errors in run_and_lose("w0", tmp_path):
         assert set(errors) == {"in flight", "sync", "async", "barrier", "group", "stop"}
         for text in errors.values():
-            assert text.startswith("RpcError: 'w0' is gone or cannot be reached, so ")
+            assert re.match("RpcError: 'w0' .*gone or .*reached, ", text)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socketserver
 import threading
@@ -55,7 +56,7 @@ def test_invalid_names(name: Any, rank: int) -> None:
     names[rank] = name
     for kind, text in run_ranks(_name, 2, local_place(), names):
         assert kind == "ValueError"
-        assert f"rank {rank}: a name must be 1 to 127 of the letters" in text
+        assert re.search(f"rank {rank}: .*name must .* 1 to 127 ", text)
 
 
 def _die_after_meeting(rank: int, url: str, folder: Path) -> None:
@@ -252,7 +253,8 @@ def _stop_in_handler(url: str) -> tuple[str, str]:
 
 def test_stop_in_a_handler_while_the_world_is_made() -> None:
     answer = run_ranks(_stop_in_handler, 2, local_place())[0]
-    assert answer == ("RuntimeError", "the world of 'w0' was stopped while it was created")
+    assert answer[0] == "RuntimeError"
+    assert re.search("world .*'w0' .*stopped while .*created$", answer[1])
 
 
 def _ends_the_group(url: str) -> bool:
@@ -309,7 +311,7 @@ def test_invalid_environments(setting: str, monkeypatch: pytest.MonkeyPatch) -> 
     environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in (environment | {setting: "abc"}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=f"{setting} must be a whole number, got 'abc'"):
+    with pytest.raises(ValueError, match=f"{setting} must .*whole number, got 'abc'"):
         World("a")
 
 
@@ -359,7 +361,7 @@ def test_an_unknown_host() -> None:
     address = "tcp://no-such-host.invalid:9000"
     with pytest.raises(RpcError, match="rank 0 cannot listen at no-such-host.invalid:9000: "):
         World("a", 0, 1, dist_init_method=address)
-    with pytest.raises(RpcError, match="rank 0 has not opened the world at no-such-host.invalid"):
+    with pytest.raises(RpcError, match=r"rank 0 .*not opened .*no-such-host\.invalid"):
         World("a", 1, 2, dist_init_method=address, dist_timeout=0.1)
 
 
@@ -380,11 +382,12 @@ def test_the_store_of_torchrun_is_gone_or_another_server(monkeypatch: pytest.Mon
     }
     for name, value in (environment | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
-    text = f"cannot connect to the store at 127.0.0.1:{port} within 1 s: Connection refused"
-    assert raised_by(World, "a", dist_timeout=0.5) == ("RpcError", text)
+    kind, text = raised_by(World, "a", dist_timeout=0.5)
+    assert kind == "RpcError"
+    assert re.search(rf"store .*127\.0\.0\.1:{port} .* 1 s: Connection refused$", text)
     with socketserver.TCPServer(("127.0.0.1", port), _Garbage) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         kind, text = raised_by(World, "a", dist_timeout=0.5)
         server.shutdown()
     assert kind == "RpcError"
-    assert text.startswith(f"the server at 127.0.0.1:{port} is not a TCPStore: Ping failed")
+    assert re.search(rf"127\.0\.0\.1:{port} .*not a TCPStore: Ping failed", text)
