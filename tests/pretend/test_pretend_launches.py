@@ -25,7 +25,7 @@ STEPS, WARM_UP = 8, 4
 EXTRA: dict[str, dict[str, int]] = {
     "single": {},
     "ddp": {},
-    # The model returns its logs from a forward of fsdp's; the loss among them is a copy.
+    # The model's own step returns the logs, and the wrapper copies each value: see `detach_value`.
     "fsdp": {"aten::copy_": 1},
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
