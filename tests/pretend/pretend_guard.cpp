@@ -164,6 +164,13 @@ void pretend_set_resident(const void* data, int is_resident) {
     }
   }
 }
+// Return whether the memory at an address belongs to a device.
+int pretend_owns(const void* data) {
+  std::lock_guard<std::mutex> lock(memory_mutex);
+  return std::any_of(blocks.begin(), blocks.end(), [data](const auto& entry) {
+    return entry.first->dl_tensor.data == data;
+  });
+}
 size_t pretend_allocated(int device) { return allocated[device]; }
 size_t pretend_peak(int device) { return peak[device]; }
 void pretend_reset_peak(int device) { peak[device] = allocated[device]; }

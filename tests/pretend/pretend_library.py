@@ -19,6 +19,7 @@ def load(path: str, count: int) -> None:
     for name, result, arguments in (
         ("pretend_has_room", ctypes.c_int, [ctypes.c_int, ctypes.c_size_t]),
         ("pretend_move", None, [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]),
+        ("pretend_owns", ctypes.c_int, [ctypes.c_void_p]),
         ("pretend_set_resident", None, [ctypes.c_void_p, ctypes.c_int]),
         ("pretend_allocated", ctypes.c_size_t, [ctypes.c_int]),
         ("pretend_peak", ctypes.c_size_t, [ctypes.c_int]),

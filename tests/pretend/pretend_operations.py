@@ -8,6 +8,7 @@ from typing import Any
 
 import pretend_runtime as runtime
 import torch
+from pretend_library import library
 from pretend_tensors import (
     CPU_KEYS,
     below_autograd,
@@ -193,7 +194,7 @@ def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         _refuse_float64(target)
     host_target, host_source = call.values
     runtime.keep_before_capture([host_target] if target.is_cuda else [])
-    if target.is_cuda == source.is_cuda:
+    if target.is_cuda == source.is_cuda or _is_device_memory(source):
         host_target.copy_(host_source)
     elif source.is_cuda:
         runtime.download(host_target, host_source, is_late=non_blocking and target.is_pinned())
@@ -207,6 +208,11 @@ def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         )
     runtime.capture(op, [host_target, host_source], {}, host_target, call.index, False, args)
     return target
+
+
+def _is_device_memory(source: Tensor) -> bool:
+    """Return whether a tensor of the host is an alias, such as gloo's result that DDP reads."""
+    return not source.is_cuda and bool(library.pretend_owns(source.untyped_storage().data_ptr()))
 
 
 def _device_index(arguments: Any) -> int:

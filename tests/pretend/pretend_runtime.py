@@ -506,6 +506,8 @@ def install(count: int) -> None:
     torch.cuda._initialized = False
     # It would warn that NCCL is missing; copies between devices do without.
     torch.cuda.nccl.is_available = lambda tensors: False
+    # torch would ask CUDA's library for its version.
+    torch._C._show_config = lambda: "PyTorch with pretend devices"
     torch._C._cuda_isCurrentStreamCapturing = lambda: False
     torch._C._cuda_getDevice = current_device
     torch._C._cuda_setDevice = _exchange_device
