@@ -300,6 +300,8 @@ def get_first_batch(group: dist.ProcessGroup | None, batch: Any, has_batch: bool
 
 def true_on_all_ranks(group: dist.ProcessGroup | None, *values: bool) -> list[bool]:
     """Return for each value whether it is true on all ranks of the group; all ranks must call."""
+    if dist.get_world_size(group) == 1:
+        return list(values)
     answers = torch.tensor(values, dtype=torch.uint8, device=comm_device(group))
     dist.all_reduce(answers, dist.ReduceOp.MIN, group=group)
     return [bool(answer) for answer in answers.tolist()]

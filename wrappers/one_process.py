@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ..collectives import distributed_available
+from ..primitives.tensor_bits import widest_float
 from ..registry import MODEL_WRAPPERS
 from .batchnorm.conversion import apply_sync_batchnorm
 from .replicas.data_parallel import ReplicationCallbackDataParallel
@@ -133,14 +134,16 @@ class StepDataParallel(ModelWrapper, ReplicationCallbackDataParallel):
         outputs, arguments = self._outputs(inputs, kwargs)
         device = self._output_device()
         if mode == "loss":
-            shares = self._shares(*arguments)
+            shares = self._shares(*arguments, device=device)
             return join(outputs, lambda tensors: _averaged(tensors, shares, device))
         if all(isinstance(output, list) for output in outputs):
             return list(chain.from_iterable(move(outputs, device)))
         return self.gather(outputs, device)
 
-    def _shares(self, inputs: Any, kwargs: Any) -> list[float]:
-        """Return the weight of each copy's part of the batch."""
+    def _shares(
+        self, inputs: Any, kwargs: Any, *, device: torch.device
+    ) -> Sequence[float | Tensor]:
+        """Return the weight of each copy's part of the batch; tensors if only devices know them."""
         named = [
             {key: value for key, value in named_batch.items() if key != "mode"}
             for named_batch in kwargs
@@ -148,7 +151,18 @@ class StepDataParallel(ModelWrapper, ReplicationCallbackDataParallel):
         if self._loss_weight is None:
             return share_of_each(inputs, named, self.dim, self.scatter_strategy is scatter_samples)
         batches = [named_batch or args for named_batch, args in zip(named, inputs, strict=True)]
-        weights = [float(self._loss_weight.of(batch, self.module)) for batch in batches]
+        weights = [self._loss_weight.of(batch, self.module) for batch in batches]
+        if any(isinstance(weight, Tensor) for weight in weights):
+            dtype = widest_float(device)
+            stacked = torch.stack(
+                [
+                    weight.to(device, dtype)
+                    if isinstance(weight, Tensor)
+                    else torch.full((), weight, dtype=dtype, device=device)
+                    for weight in weights
+                ]
+            )
+            return torch.where(stacked.sum() > 0, stacked / stacked.sum(), 0.0).unbind()
         total = sum(weights)
         return [weight / total if total else 0.0 for weight in weights]
 
@@ -164,13 +178,17 @@ class StepDataParallel(ModelWrapper, ReplicationCallbackDataParallel):
         return chunks, [{**named_chunk, **mode} for named_chunk in named]
 
 
-def _averaged(tensors: list[Tensor], shares: list[float], device: torch.device) -> Tensor:
+def _averaged(
+    tensors: list[Tensor], shares: Sequence[float | Tensor], device: torch.device
+) -> Tensor:
     """Average a loss over the copies, weighted by their shares of the batch."""
     if tensors[0].ndim:
         return dict_gather(tensors, device)  # type: ignore[no-any-return]
-    pairs = zip(tensors, shares, strict=True)
+    return reduce(torch.add, map(_weighted, [loss.to(device) for loss in tensors], shares))
+
+
+def _weighted(loss: Tensor, share: float | Tensor) -> Tensor:
     # The mean of an empty part may be NaN, and NaN times 0 is still NaN.
-    weighted = (
-        (tensor if share else tensor.nan_to_num()).to(device) * share for tensor, share in pairs
-    )
-    return reduce(torch.add, weighted)
+    if isinstance(share, Tensor):
+        return torch.where(share > 0, loss, 0.0) * share.to(loss.dtype)
+    return (loss if share else loss.nan_to_num()) * share

@@ -64,8 +64,10 @@ class GradNormHook(Hook):
 
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
         for key, total in self._sums.items():
-            count = torch.as_tensor(self._counts[key], device=total.device)
-            scalars[key] = total / count.clamp(min=1)
+            count = self._counts[key]
+            # A number would be copied from the host, which waits for the device.
+            divisor = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1.0)
+            scalars[key] = total / divisor
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
         if state.recorded_at == state.step:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.pretend, pytest.mark.slow]
+pytestmark = [pytest.mark.pretend, pytest.mark.nightly]
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # Still fewer steps than those of `--quick`: operations on pretend devices take long.
@@ -27,7 +27,7 @@ def find_benchmarks() -> list[Any]:
     """Return the benchmarks with `--device`, as benchmarks/run.py finds them."""
     files = BENCHMARKS.glob("*.py")
     names = {file.stem for file in files if '"--device"' in file.read_text(encoding="utf-8")}
-    marks = {"compiled": pytest.mark.xfail(reason="Triton needs a real device", strict=True)}
+    marks = {"compiled": pytest.mark.triton}
     return [pytest.param(name, marks=marks.get(name, ())) for name in sorted(names - {"run"})]
 
 

@@ -19,7 +19,7 @@ from ..blocks import BlockSpec
 from ..sharding.mesh import Mesh, agree, warn_of_gloo
 from ..sharding.meta_init import materialise
 from ..steps.plain_models import prepare_steps
-from ..steps.preprocess import DataPreprocessor
+from ..steps.preprocess import DataPreprocessor, get_device, move
 from ..steps.step import ModelWrapper, OptimizerWrapper
 from .options import EXTRA_OPTIONS, FsdpOptions, read_options, sharding_mesh
 from .roots import Root
@@ -226,7 +226,10 @@ class StepFullyShardedDataParallel(ModelWrapper, nn.Module):
             with ExitStack() as stack:
                 for root in self._roots:
                     stack.enter_context(root.is_in_use(gather=not is_root))
-                return call_as_forward(self.module, step, data) if is_root else step(data)
+                if not is_root:
+                    return step(data)
+                # Torch would move each tensor by itself, and wait for it.
+                return call_as_forward(self.module, step, move(data, get_device(self.module)))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
