@@ -275,7 +275,7 @@ class _EvalLoop(Evaluation):
             return {}
         self._require_batches(count)
         evaluation.merge_metrics(self.metrics, group)
-        results = evaluation.compute_metrics(self.metrics, group)
+        results = evaluation.compute_metrics(self.metrics, group, by_batch=self._share.is_by_batch)
         if self.phase is Phase.VAL:
             state.metrics, state.evaluated_at = results, state.step
             state.higher_is_better = find_directions(self.metrics)

@@ -29,13 +29,19 @@ class BaseMetric(ABC):
     Args:
         dataset_meta: information about the dataset that the metric needs, such as class names.
         dist_collect_mode: the order of the collected results: "unzip" takes one result from each
-            rank in turn, which undoes a distributed sampler; "cat" concatenates rank by rank.
+            rank in turn, which undoes a distributed sampler, or the results of one batch if the
+            loop has divided whole batches; "cat" concatenates rank by rank.
         dist_backend: a name, a class or an instance; see ``get_dist_backend``.
         logger: default: the logger of this module.
+
+    Attributes:
+        gathers_batches: whether ``compute`` takes the results of one batch from each rank in turn.
 
     Raises:
         AssertionError: the mode or the backend does not exist.
     """
+
+    gathers_batches = False
 
     def __init__(
         self,
@@ -52,6 +58,8 @@ class BaseMetric(ABC):
         self.dist_backend = get_dist_backend(dist_backend)
         self.logger = logger or logging.getLogger(__name__)
         self._results: list[Any] = []
+        # The number of results after each batch.
+        self._batch_ends: list[int] = []
 
     @abstractmethod
     def add(self, *args: Any, **kwargs: Any) -> None:
@@ -72,7 +80,11 @@ class BaseMetric(ABC):
 
     def reset(self) -> None:
         """Delete all results; ``compute`` does not delete them."""
-        self._results = []
+        self._results, self._batch_ends = [], []
+
+    def end_batch(self) -> None:
+        """Note that the results of a batch are complete; the loops call this after ``add``."""
+        self._batch_ends.append(len(self._results))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the metric of one batch on this rank, without changing the stored results."""
@@ -106,11 +118,12 @@ class BaseMetric(ABC):
             if problem is not None:
                 raise problem
             return self.compute_metric(self._results[:size])
-        by_rank = _gather(backend, self._results, problem, "compute() ")
-        if self.dist_collect_mode == "cat":
-            results = list(itertools.chain.from_iterable(by_rank))
-        else:
-            results = interleaved(by_rank)
+        parts = self._split_batches() if self.gathers_batches else self._results
+        by_rank = _gather(backend, parts, problem, "compute() ")
+        in_order = itertools.chain.from_iterable if self.dist_collect_mode == "cat" else interleaved
+        results = list(in_order(by_rank))
+        if self.gathers_batches:
+            results = list(itertools.chain.from_iterable(results))
         compute = self.compute_metric
         value, error = (
             attempt(lambda: compute(results[:size])) if backend.rank == 0 else (None, None)
@@ -120,6 +133,11 @@ class BaseMetric(ABC):
             raise error
         raise_first([failure], error, "compute_metric() ")
         return value
+
+    def _split_batches(self) -> list[list[Any]]:
+        """Return the results of each batch; those after the last batch are one more."""
+        ends = [0, *self._batch_ends, len(self._results)]
+        return [self._results[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def metric_sync(backend: BackendLike = None) -> dict[str, Any]:

@@ -63,11 +63,12 @@ class Share:
         in_rounds: whether every rank reads the same batches one after another, and takes its own
             from each round; None before the ranks have compared their first batches.
         resumes_rounds: whether a resumed run did so.
+        is_by_batch: whether the ranks take batches in turn.
     """
 
     def __init__(self, per_rank: bool) -> None:
         self.in_rounds: bool | None = False if per_rank else None
-        self.resumes_rounds = False
+        self.resumes_rounds = self.is_by_batch = False
         self._group: dist.ProcessGroup | None = None
         self._repeats = False
         self._name = ""
@@ -121,6 +122,7 @@ class Share:
             if failure is not None:
                 raise failure
             iterator = itertools.chain(() if batch is _END else [batch], iterator)
+        self.is_by_batch = self.is_by_batch or bool(self.in_rounds)
         return self._rounds(iterator) if self.in_rounds else iterator
 
     def _is_same_data(self, facts: list[_Facts]) -> bool:
@@ -143,6 +145,7 @@ class Share:
                 f"the batches of {self._name} cannot be divided among the ranks, because their "
                 f"order has no end: give each rank its own part of the order, and {_REMEDY}"
             )
+        self.is_by_batch = True
         self._say_divided(ranks)
         if self._repeats and count < ranks:
             warn_of_repetitions(self._name, f"{count} batches", ranks, get_rank(self._group))

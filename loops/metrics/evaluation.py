@@ -124,6 +124,8 @@ def feed_metrics(
             kwargs["num_samples"] = weight_of(batch)
         try:
             update(*args, **kwargs)
+            if isinstance(metric, BaseMetric):
+                metric.end_batch()
         except Exception as error:
             description = describe(kwargs or args)
             add_note(
@@ -205,6 +207,8 @@ def merge_metrics(metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | N
     if len(by_rank) == 1:
         return
     for index, leaf_metric in enumerate(leaf_metrics):
+        # A value that a hook has computed from this rank's states alone.
+        leaf_metric._computed = None
         for key, reduction in leaf_metric._reductions.items():
             values = [_moved(states[index][key], leaf_metric.device) for states in by_rank]
             setattr(leaf_metric, key, _merged(values, reduction))
@@ -215,7 +219,10 @@ def merge_metrics(metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | N
 
 
 def compute_metrics(
-    metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | None = None
+    metrics: Mapping[str, AnyMetric],
+    group: dist.ProcessGroup | None = None,
+    *,
+    by_batch: bool = False,
 ) -> dict[str, float]:
     """Return the results by name; every rank must call this.
 
@@ -225,6 +232,7 @@ def compute_metrics(
         metrics: the metrics by name.
         group: the ranks from which a BaseMetric gathers, unless its back-end was defined by the
             user.
+        by_batch: whether the ranks took whole batches in turn; otherwise single samples.
     """
     results: dict[str, float] = {}
     with warnings.catch_warnings():
@@ -232,7 +240,7 @@ def compute_metrics(
         warnings.filterwarnings("ignore", message=r"The ``compute`` method of metric")
         for name, metric in metrics.items():
             try:
-                computed = leaves(_computed(metric, group), (name,), contents=_results_in)
+                computed = leaves(_computed(metric, group, by_batch), (name,), contents=_results_in)
                 results |= {"/".join(map(str, path)): float(value) for path, value in computed}
             except Exception as error:
                 add_note(error, f"in the computation of metric {name!r} ({get_name(metric)})")
@@ -240,9 +248,10 @@ def compute_metrics(
     return results
 
 
-def _computed(metric: AnyMetric, group: dist.ProcessGroup | None) -> Any:
+def _computed(metric: AnyMetric, group: dist.ProcessGroup | None, by_batch: bool) -> Any:
     if not isinstance(metric, BaseMetric):
         return metric.compute()
+    metric.gathers_batches = by_batch
     backend = metric.dist_backend
     is_global = type(backend) in _GLOBAL_BACKENDS and getattr(backend, "group", None) is None
     if group is not None and is_global:

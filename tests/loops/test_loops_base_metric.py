@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from stepwrap.collectives import BaseMetric
-from stepwrap.loops import HookList, LoopState, ValLoop, build_loader
+from stepwrap.loops import Hook, HookList, LoopState, ValLoop, build_loader
 from stepwrap.loops.metrics.evaluation import feed_metrics
 from stepwrap.wrappers import BaseModel, SingleDevice
 
@@ -152,3 +152,50 @@ def outcome_of_a_broken_one() -> str:
 
 def test_an_error_of_compute_is_the_same_on_all_ranks() -> None:
     assert ["label" in text for text in run_ranks(outcome_of_a_broken_one, 2)] == [True, True]
+
+
+@pytest.mark.parametrize("kind", ["loader", "list", "stream"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_results_of_divided_batches_keep_the_order_of_the_data(kind: str, ranks: int) -> None:
+    for order in run_ranks(_order_of_results, ranks, kind):
+        assert order == [float(number) for number in range(11)]
+
+
+def _order_of_results(kind: str) -> list[float]:
+    batches = DataLoader(make_samples(11), batch_size=2)
+    data: Any = {"loader": batches, "list": [*batches], "stream": _Batches([*batches])}[kind]
+    loop = ValLoop(data, {"seen": Seen()})
+    values = loop.run(LoopState(SingleDevice(Scores())), HookList())
+    return [values[f"seen/number/{index}"] for index in range(11)]
+
+
+class _Batches:
+    """An iterable that shows nothing but its batches."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self._batches)
+
+
+class _Look(Hook):
+    def __init__(self, metric: Any) -> None:
+        self._metric = metric
+
+    def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
+        self._metric.compute()
+
+
+def _values_with_a_look() -> list[float]:
+    metric = MulticlassAccuracy(num_classes=2, average="micro")
+    rank = dist.get_rank()
+    batch = [torch.eye(2), torch.tensor([0, 1 - rank]), torch.arange(2)]
+    loop = ValLoop([batch], {"accuracy": metric}, per_rank=True)
+    state = LoopState(SingleDevice(Scores()))
+    return [loop.run(state, HookList([_Look(metric)]))["accuracy"] for _ in range(3)]
+
+
+def test_a_hook_may_compute_a_metric_during_the_evaluation() -> None:
+    # Rank 0 has two of two right, rank 1 has one.
+    assert run_ranks(_values_with_a_look, 2) == [[0.75] * 3] * 2

@@ -5,11 +5,19 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from step_models import batches, classifier, flat
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, SingleDevice
+from stepwrap.wrappers import (
+    AmpOptimWrapper,
+    OptimWrapper,
+    SingleDevice,
+    SupervisedModel,
+    wrap_model,
+)
+from stepwrap.wrappers.layout import local_part
 from stepwrap.wrappers.optimizers.optimizer_fit import build_optimizer
 
 
@@ -148,6 +156,23 @@ def test_sharded_scaler() -> None:
     model = classifier()
     amp = _amp(model, dtype="float16", use_fsdp=True)
     assert isinstance(amp.loss_scaler, ShardedGradScaler)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2)
+def test_an_update_is_skipped_if_all_ranks_overflow(fused: bool) -> None:
+    torch.manual_seed(0)
+    wrapper = wrap_model("fsdp", SupervisedModel(nn.Linear(2, 2), nn.MSELoss()))
+    optimizer = torch.optim.AdamW(wrapper.parameters(), lr=0.1, fused=fused)
+    amp = AmpOptimWrapper(optimizer, dtype="float16", loss_scale={"init_scale": 1024.0})
+    inputs, targets = torch.randn(4, 2), torch.randn(4, 2)
+    wrapper.train_step((inputs, targets), amp)
+    before = [local_part(param).clone() for param in wrapper.parameters()]
+    wrapper.train_step((inputs, targets * 1e5), amp)
+    for param, weights in zip(wrapper.parameters(), before, strict=True):
+        assert torch.equal(local_part(param), weights)
+    wrapper.train_step((inputs, targets), amp)
+    assert all(local_part(param).isfinite().all() for param in wrapper.parameters())
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,21 @@ def test_the_learning_rate_decays_by_layer() -> None:
     assert rates["token"] == 0.5**12
 
 
+def test_a_key_named_like_a_kind_does_not_stop_the_decay_of_others() -> None:
+    """The key matches parameters of this name only, not norms in general."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.LayerNorm(2) for _ in range(2))
+            self.norm = nn.Linear(2, 2, bias=False)
+
+    keys = {"norm": {"lr": 7.0}}
+    rates = get_rates(Named(), layer_decay=0.5, layers=["blocks.*"], custom_keys=keys)
+    assert rates["blocks.1.weight"] == rates["blocks.1.bias"] == 0.5
+    assert rates["blocks.0.weight"] == rates["blocks.0.bias"] == 0.25
+
+
 def test_other_options_are_combined_with_the_decay_by_layer() -> None:
     model = Encoder()
     keys = {"blocks.10.*": {"lr_mult": 3.0}, "blocks.9.*": {"lr": 7.0}}

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ...primitives.suggestions import did_you_mean
 from ...registry import OPTIM_WRAPPERS
-from ..layout import compute_device, get_parameters, has_placed_parameters
+from ..layout import compute_device, get_parameters, has_placed_parameters, local_part
 from ..torch_functions import check_options, option_names
 from .gates import GradientGate
 from .optim import OptimWrapper
@@ -98,10 +98,12 @@ class AmpOptimWrapper(OptimWrapper):
         self.scales_losses = self.loss_scaler.is_enabled()
         if self.scales_losses:
             self.gates.gradients = GradientGate()
+        devices = {local_part(param).device for param in get_parameters(optimizer)}
         is_offloaded = parameter.device.type != self.device_type
-        if enabled and (is_offloaded or isinstance(optimizer, torch.optim.SGD)):
-            # A fused SGD that skips its first step would use uninitialised momentum, and a fused
-            # step on the host would read the flag of infinite gradients before it has arrived.
+        if enabled and (is_offloaded or len(devices) > 1 or isinstance(optimizer, torch.optim.SGD)):
+            # A fused SGD that skips its first step would use uninitialised momentum, a fused step
+            # on the host would read the flag of infinite gradients before it has arrived, and
+            # torch adds up the flags of several devices, but fused steps look for 1.
             # With this flag the scaler does not call the optimizer at all if one is infinite.
             vars(optimizer)["_step_supports_amp_scaling"] = False
 

@@ -265,19 +265,23 @@ class _Rules:
             return why, options
         above, layer = self.levels[param.name]
         suffix = "" if options == _drop_none(dict(self.base)) else f" {why}"
+        key = self._matching_key(param.name)
         # layer_decay does not change an absolute rate of a custom key.
-        if "lr" not in self.section.custom_keys.get(why, {}):
+        if key is None or "lr" not in self.section.custom_keys[key]:
             rate = options.get("lr")
             if rate is None:
                 raise ValueError("paramwise: layer_decay multiplies lr, which is not set")
             options = {**options, "lr": rate * (self.section.layer_decay or 0.0) ** above}
         return f"{layer}{suffix}", options
 
+    def _matching_key(self, name: str) -> str | None:
+        return next((key for key in self.keys if self._matches(key, name)), None)
+
     def _own_options(self, param: NamedParameter) -> tuple[str, Options]:
         """Return the text and the options before ``layer_decay``."""
-        for key in self.keys:
-            if self._matches(key, param.name):
-                return key, self._custom(key)
+        key = self._matching_key(param.name)
+        if key is not None:
+            return key, self._custom(key)
         kind = _kind(param, as_mmengine=self.section.as_mmengine)
         lr_mult = self.section.bias_lr_mult if kind in ("bias", "dwconv bias") else None
         kind, decay_mult = self._get_decay(kind, is_flat=param.parameter.ndim == 1)

@@ -53,7 +53,8 @@ class PartScaler(ShardedGradScaler):
         """Unscale the gradients; find infinite values in the gradients of all ranks."""
         super().unscale_(optimizer)
         if self.is_enabled():
-            # Fused steps combine this tensor with DTensors, so it must have no dimensions.
+            # Fused steps combine this tensor with DTensors, so it must have no dimensions, and skip
+            # the update only if it is 1. Torch gives the number of ranks with infinite gradients.
             optimizer_state = self._per_optimizer_states[id(optimizer)]
             for device, overflow in optimizer_state["found_inf_per_device"].items():
-                optimizer_state["found_inf_per_device"][device] = overflow.squeeze()
+                optimizer_state["found_inf_per_device"][device] = overflow.squeeze().clamp(max=1)
