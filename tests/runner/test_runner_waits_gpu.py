@@ -245,7 +245,7 @@ def make_cases() -> list[Any]:
                 continue
             case = pytest.param(wrapper, setting, id=f"{wrapper}-{setting}")
             if wrapper != "single" and setting != "default":
-                case = pytest.param(wrapper, setting, marks=pytest.mark.slow, id=case.id)
+                case = pytest.param(wrapper, setting, marks=pytest.mark.nightly, id=case.id)
             cases.append(case)
     return cases
 
