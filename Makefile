@@ -29,7 +29,8 @@ test test-all test-nightly: $(READY) types-link
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(SELECTED)
 
 # Run the tests marked `gpu` and `gpu2` on two pretend devices, which tests/pretend makes from host
-# memory, and those marked `gpu4` on four.
+# memory, and those marked `gpu4` on four. Runs of a part of the ordinary tests choose such a device, too.
+ORDINARY := not gpu and not slow and not nightly
 PRETEND = PYTHONPATH=$(CURDIR)/tests/pretend/site $(BIN)/python -m pytest -n 2 --dist loadfile \
 	--no-loadscope-reorder --max-worker-restart=0
 test-all: test-pretend
@@ -37,6 +38,8 @@ test-pretend: $(READY)
 	$(BIN)/python tests/pretend/pretend_build.py
 	PRETEND_CUDA=2 $(PRETEND) -m "(gpu or gpu2 or pretend) and not nightly"
 	PRETEND_CUDA=4 $(PRETEND) -m gpu4
+	PRETEND_CUDA=1 $(PRETEND) -m "$(ORDINARY)" tests/runner/test_runner_train_step.py tests/runner/test_runner_load_from.py
+	PRETEND_CUDA=2 $(PRETEND) -m "$(ORDINARY)" tests/runner/test_runner_objects.py tests/runner/test_runner_eval_sets.py
 
 # On a machine with GPUs: run everything that needs one in stages, and write a report with a verdict,
 # build/gpu-check.txt. GPU_CHECK passes options such as "--only wrappers loops". The environment needs
