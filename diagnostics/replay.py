@@ -79,6 +79,12 @@ class Replayed:
     equal: bool = False
 
 
+def _wide(value: Any) -> Tensor:
+    """Return a logged value with all its bits; Python numbers would become float32."""
+    dtype = None if hasattr(value, "dtype") else torch.float64
+    return widened(torch.as_tensor(value, dtype=dtype))
+
+
 def run_replay(examined: Examination, options: Options) -> int:
     """Run one step again, on as many ranks as it had, and print the result."""
     folder, trace = Path(options.words[0]), options.profile or ""
@@ -213,7 +219,7 @@ class ReplayHook(Hook):
 
     def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Any]) -> None:
         if state.step + 1 == self._watch.step:
-            means = {name: widened(torch.as_tensor(v)).mean() for name, v in logs.items()}
+            means = {name: _wide(v).mean() for name, v in logs.items()}
             self.seen.logs.append({name: mean.item() for name, mean in means.items()})
             # Read now, since the schedulers change the rates after the update.
             self.seen.rates = state.optim_wrapper.get_lr()

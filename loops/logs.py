@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..collectives import get_world_size, mean_scalars
-from ..primitives.tensor_bits import widened, widest_float
+from ..primitives.tensor_bits import as_float, widened, widest_float
 
 # Used as the update number of values that were restored from a checkpoint.
 _RESTORED = -1
@@ -115,7 +116,7 @@ class LogBuffer:
         """Restore a state to ``device``, on which training steps create their logs."""
         self.clear()
         sums = state["sums"].items()
-        self._sums = {name: (total.to(device), _move(n, device)) for name, (total, n) in sums}
+        self._sums = {name: (_move(total, device), _move(n, device)) for name, (total, n) in sums}
         weights = state.get("weights", {})
         for name, values in state["values"].items():
             logs: list[Mapping[str, Any]] = [{name: _move(value, device)} for value in values]
@@ -136,7 +137,9 @@ class LogBuffer:
                 added = _weighted_sum(name, values, weights)
             previous = sums.get(name)
             sums[name] = (
-                added if previous is None else (previous[0] + added[0], previous[1] + added[1])
+                added
+                if previous is None
+                else (_plus(previous[0], added[0]), previous[1] + added[1])
             )
         return sums
 
@@ -197,7 +200,11 @@ def merged_means(
 
 
 def _move(value: Any, device: torch.device | str) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
+    """Move a tensor; leave float64, which sums of numbers have, if the device has no float64."""
+    if not isinstance(value, Tensor):
+        return value
+    is_too_wide = value.dtype == torch.float64 and widest_float(torch.device(device)) != value.dtype
+    return value if is_too_wide else value.to(device)
 
 
 def _compact(name: str, values: list[Any]) -> Any:
@@ -228,20 +235,34 @@ def fetch(scalars: Sequence[Tensor]) -> list[Any]:
 
 def _not_finite(raw: Sequence[_BatchLogs], after: int) -> list[tuple[int, str, str]]:
     recent = [(step, name, v) for step, logs in raw if step > after for name, v in logs.items()]
-    finite = are_finite([torch.as_tensor(value) for _, _, value in recent])
-    pairs = zip(recent, finite, strict=True)
-    return [(step, n, str(torch.as_tensor(v).tolist())) for (step, n, v), good in pairs if not good]
+    tensors = [_tensor(name, value) for _, name, value in recent]
+    entries = zip(recent, tensors, are_finite(tensors), strict=True)
+    return [(step, n, str(tensor.tolist())) for (step, n, _), tensor, good in entries if not good]
 
 
 def _sum(name: str, values: list[Any]) -> Tensor:
     """Return the sum of logged values; a value with several elements counts as its mean."""
+    tensors = [value if isinstance(value, Tensor) else _tensor(name, value) for value in values]
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        # Together, int64 and float32 would become float32.
+        tensors = [as_float(tensor) for tensor in tensors]
     try:
-        stacked = torch.stack(values).detach()
-    except (TypeError, RuntimeError):
-        # Custom steps may log values that are not tensors of one shape.
-        return sum((_sum(name, [_tensor(name, value)]) for value in values), torch.zeros(()))
+        stacked = torch.stack(tensors).detach()
+    except RuntimeError:
+        # Custom steps may log tensors of several shapes, or numbers and tensors on a device.
+        return reduce(_plus, (_sum(name, [tensor]) for tensor in tensors), torch.zeros(()))
+    stacked = as_float(stacked)
     stacked = stacked if stacked.dtype == torch.float64 else stacked.float()
     return stacked.sum() if stacked.ndim == 1 else stacked.flatten(1).mean(1).sum()
+
+
+def _plus(first: Tensor, second: Tensor) -> Tensor:
+    """Add 0-d tensors; one may be on the CPU, with more bits than the device of the other has."""
+    if first.device != second.device:
+        device = (second if first.is_cpu else first).device
+        if (widest := widest_float(device)) != torch.float64:
+            first, second = first.to(device, widest), second.to(device, widest)
+    return first + second
 
 
 def _weighted_sum(name: str, values: list[Any], weights: list[Any]) -> tuple[Tensor, Tensor]:
@@ -263,13 +284,15 @@ def _stack(scalars: Sequence[Tensor]) -> Tensor:
 
 
 def _factor(weight: float | Tensor) -> Tensor:
-    is_tensor = isinstance(weight, Tensor)
-    return widened(weight) if is_tensor else torch.tensor(weight, dtype=torch.float64)
+    if isinstance(weight, Tensor):
+        return widened(weight)
+    return torch.tensor(weight, dtype=torch.float64)
 
 
 def _tensor(name: str, value: Any) -> Tensor:
     try:
-        return torch.as_tensor(value)
+        # Numbers have no dtype, and would get the default one.
+        return torch.as_tensor(value, dtype=None if hasattr(value, "dtype") else torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"train_step must return numbers or tensors to log, got {name}={value!r}"

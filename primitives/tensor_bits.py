@@ -7,6 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
+# Types of devices that always have float64. The others are asked, which a compiler cannot trace.
+WITH_FLOAT64 = ["cpu", "cuda", "meta"]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -32,7 +34,7 @@ def same_bits(tensor: Tensor, other: Tensor) -> bool:
 
 def widest_float(device: torch.device) -> torch.dtype:
     """Return float64, or float32 if the device has no float64 (MPS, some XPUs)."""
-    return torch.float64 if device.type in ("cpu", "meta") else _widest_float(device)
+    return torch.float64 if device.type in WITH_FLOAT64 else _widest_float(device)
 
 
 @functools.cache
@@ -47,6 +49,11 @@ def _widest_float(device: torch.device) -> torch.dtype:
 def widened(tensor: Tensor) -> Tensor:
     """Return ``tensor`` in the widest float of its device."""
     return tensor.to(widest_float(tensor.device))
+
+
+def as_float(tensor: Tensor) -> Tensor:
+    """Return integers and booleans in the widest float of the device, other tensors as they are."""
+    return tensor if tensor.is_floating_point() or tensor.is_complex() else widened(tensor)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import yaml
@@ -263,9 +264,9 @@ class Run:
         """Return the medians of the recorded speeds, which are named ``*_per_s``."""
         medians: dict[str, float] = {}
         for name, _, _, _, values in self.curves():
-            finite = sorted(filter(math.isfinite, values))
+            finite = list(filter(math.isfinite, values))
             if name.endswith("_per_s") and finite:
-                medians[name] = finite[len(finite) // 2]
+                medians[name] = median(finite)
         return medians
 
     def page_data(self) -> Json:

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from ...collectives import distributed_available
 from ...primitives.notes import add_note
+from ...primitives.tensor_bits import as_float
 from ...registry import HOOKS
 from ...wrappers.features import model_features, optim_features
 from ...wrappers.layout import as_global, copy_whole_, local_part, reshard
@@ -431,8 +432,10 @@ def _merge_over_ranks(layer: _BatchNorm, group: Any) -> None:
     if not total:
         # No forward uses the layer.
         return
+    # The quotient of integers would have the default dtype.
+    share = as_float(count) / total
     for name in ("running_mean", "running_var"):
-        buffers[name].mul_(count / total)
+        buffers[name].mul_(share)
         all_reduce(buffers[name], group=group)
     count.copy_(total)
 

@@ -43,8 +43,9 @@ class GradNormHook(Hook):
     The norm of the gradients before clipping is averaged over the updates of a log interval. With
     several optimizers, each has an entry ``grad_norm/<name>``. If the optimizer wrapper clips by
     the L2 norm, the norm that it computed is used. For sharded parameters it is the norm of the
-    whole gradients. Updates that a loss scaler skips do not count. Values stay on the device until
-    the log record.
+    whole gradients. If the optimizer computes them by a closure, it is the norm at the first
+    evaluation of each update. Updates that a loss scaler skips do not count. Values stay on the
+    device until the log record.
     """
 
     def __init__(self) -> None:
@@ -86,10 +87,40 @@ class GradNormHook(Hook):
     def on_exception(self, state: LoopState, error: BaseException) -> None:
         self._remove()
 
-    @torch.no_grad()
     def _measure(
-        self, key: str, wrapper: Any, optimizer: Optimizer, args: object, kwargs: object
-    ) -> None:
+        self,
+        key: str,
+        wrapper: Any,
+        optimizer: Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Add the norm before an update; return other arguments for the update if it has a closure.
+
+        ``args`` begins with the optimizer.
+        """
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._add(key, wrapper, optimizer)
+            return None
+        evaluations = 0
+
+        def evaluate() -> Any:
+            nonlocal evaluations
+            loss = closure()
+            evaluations += 1
+            # Only now are there gradients.
+            if evaluations == 1:
+                self._add(key, wrapper, optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], evaluate, *args[2:]), kwargs
+        return args, {**kwargs, "closure": evaluate}
+
+    @torch.no_grad()
+    def _add(self, key: str, wrapper: Any, optimizer: Optimizer) -> None:
+        """Add the norm of the present gradients."""
         norm = optim_features(wrapper).grad_norm
         if norm is None:
             norm = gradient_norm(optimizer)
@@ -378,7 +409,7 @@ class _LastStep:
         self._end = torch.cuda.current_stream(self._device).record_event()
 
     def is_running(self) -> bool:
-        return self._end is not None and not self._end.query()
+        return self._end is not None and not self._end.query()  # type: ignore[no-untyped-call]
 
 
 def _devices(model: nn.Module) -> int:

@@ -305,6 +305,8 @@ class SchedulerHook(Hook):
         # The rates of the last batch and of the last update, before the schedulers changed them.
         self._batch_rates: dict[str, float | Tensor] = {}
         self._update_rates: dict[str, float | Tensor] = {}
+        # The last update before a scheduler was stepped by epoch or metric, and the rates before.
+        self._kept_rates: tuple[int, dict[str, float | Tensor]] | None = None
         self._epochs: int | None = None
         # By the id of each of several optimizers: its micro-batches at the last update.
         self._counts: dict[int, int] = {}
@@ -335,7 +337,7 @@ class SchedulerHook(Hook):
 
     def on_train_start(self, state: LoopState) -> None:
         self._check_window(state)
-        self._update_rates = {}
+        self._update_rates, self._kept_rates = {}, None
         self._counts = {}
         self._find_updated(state)
         for misfit in self.misfits(state):
@@ -345,7 +347,7 @@ class SchedulerHook(Hook):
             self._watched.warn_unless(scheduler.mode, state)
         if self._epochs is None:
             self._epochs = state.epoch
-        self._finish_epochs(state.epoch)
+        self._finish_epochs(state)
 
     def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
         self._window = get_window(state.optim_wrapper)
@@ -390,22 +392,26 @@ class SchedulerHook(Hook):
         # The validation after a pass comes before its save point, and may step a plateau scheduler.
         # Step the schedulers that count epochs before it.
         if state.phase is Phase.VAL:
-            self._finish_epochs(state.epoch)
+            self._finish_epochs(state)
 
     def on_save_point(self, state: LoopState) -> None:
         # Not in `on_epoch_end`, which the iteration loop emits inside a pass over the data.
-        self._finish_epochs(state.epoch)
+        self._finish_epochs(state)
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
         cut_short = not metrics and bool(state.stop_reason)
         if state.phase is not Phase.VAL or not self._plateau or cut_short:
             return
         value = self._watched.value_in(metrics)
+        self._keep_rates(state)
         for scheduler in self._plateau:
             scheduler.step(value)
 
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
-        scalars.update(self._update_rates or self._rates())
+        rates, kept = self._update_rates, self._kept_rates
+        if not rates and kept is not None and kept[0] == state.step:
+            rates = kept[1]
+        scalars.update(rates or self._rates())
 
     def _rates(self) -> dict[str, float | Tensor]:
         rates: dict[str, float | Tensor] = {}
@@ -473,12 +479,18 @@ class SchedulerHook(Hook):
             )
         ]
 
-    def _finish_epochs(self, finished: int) -> None:
+    def _keep_rates(self, state: LoopState) -> None:
+        """Keep the rates of the last update, unless a scheduler has changed them since."""
+        if self._kept_rates is None or self._kept_rates[0] != state.step:
+            self._kept_rates = state.step, self._rates()
+
+    def _finish_epochs(self, state: LoopState) -> None:
         # None in a validation without training.
-        if self._epochs is not None and self._epochs != finished:
-            for _ in range(self._epochs, finished):
+        if self._epochs is not None and self._epochs != state.epoch:
+            self._keep_rates(state)
+            for _ in range(self._epochs, state.epoch):
                 _step(self._timed["epoch"])
-            self._epochs = finished
+            self._epochs = state.epoch
 
 
 def _load(scheduler: Any, state: Mapping[str, Any]) -> None:

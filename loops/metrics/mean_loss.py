@@ -32,13 +32,13 @@ class MeanLoss(Metric):
         self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("samples", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> MeanLoss:
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         # Before `fn` moves the states to a device that may have no float64.
         dtype = widest_float(fn(torch.zeros(())).device)
-        self._defaults = {name: value.to(dtype) for name, value in self._defaults.items()}
+        defaults: dict[str, Any] = self._defaults
+        self._defaults = {name: default.to(dtype) for name, default in defaults.items()}
         self.total, self.samples = self.total.to(dtype), self.samples.to(dtype)
-        moved: MeanLoss = super()._apply(fn, *args, **kwargs)
-        return moved
+        return super()._apply(fn, *args, **kwargs)
 
     def update(self, loss: Tensor, num_samples: float | Tensor) -> None:
         """Add a batch.

@@ -7,7 +7,7 @@ import math
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from glob import escape
@@ -26,6 +26,10 @@ INDEX = "index"
 FORMATS = (".jsonl", ".parquet", ".npz")
 # The number of rows in memory, in formats that write many rows at once.
 _ROWS = 1024
+# The type of a column: a scalar's name, a list with the type of its entries, or a dict of types.
+_Kind: TypeAlias = "str | list[Any] | dict[str, Any]"
+_NULL = "null"
+_SCALARS = {type(None): _NULL, bool: "bool", int: "int64", float: "double", str: "string"}
 
 
 def check_path(path: Path) -> None:
@@ -156,13 +160,12 @@ def merge_parts(paths: Iterable[Path], path: Path, fields: Fields) -> int:
     """
     with replacing(path) as draft, ExitStack() as stack:
         files = [stack.enter_context(part_path.open(encoding="utf-8")) for part_path in paths]
-        rows = merge(*map(_rows_in, files), key=lambda row: row[INDEX])
         if path.suffix == ".jsonl":
-            count = _write_lines(rows, draft)
+            count = _write_lines(_merged_rows(files), draft)
         elif path.suffix == ".parquet":
-            count = _write_parquet(rows, draft)
+            count = _write_parquet(files, draft)
         else:
-            count = _write_arrays(rows, draft, fields)
+            count = _write_arrays(_merged_rows(files), draft, fields)
         check_path(path)
     return count
 
@@ -178,6 +181,11 @@ def remove_leftovers(path: Path) -> None:
 def get_part(path: Path, shard: int) -> Path:
     """Return the path of the part that the rank with index ``shard`` writes."""
     return path.with_name(f".{path.name}.part{shard}")
+
+
+def _merged_rows(files: Iterable[TextIO]) -> Iterator[Row]:
+    """Return the rows of all parts by index."""
+    return merge(*map(_rows_in, files), key=lambda row: row[INDEX])
 
 
 def _rows_in(file: TextIO) -> Iterator[Row]:
@@ -204,41 +212,117 @@ def _finite(value: Any) -> Any:
     return [_finite(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _write_parquet(rows: Iterator[Row], path: Path) -> int:
+def _write_parquet(files: Sequence[TextIO], path: Path) -> int:
     import pyarrow
     import pyarrow.parquet
 
-    count, schema = 0, None
-    with ExitStack() as stack:
-        while chunk := list(islice(rows, _ROWS)):
-            try:
-                table = pyarrow.Table.from_pylist(chunk)
-                if schema is None:
-                    schema = table.schema
-                    writer = stack.enter_context(pyarrow.parquet.ParquetWriter(path, schema))
-                else:
-                    table = _fitted(table, schema)
-                writer.write_table(table)
-            except (pyarrow.ArrowException, OverflowError) as error:
-                raise ValueError(
-                    f"samples {chunk[0][INDEX]} to {chunk[-1][INDEX]} do not fit into columns of "
-                    f".parquet, whose types the first {_ROWS:,} samples determine ({error}); write "
-                    "to .jsonl instead"
-                ) from error
-            count += len(chunk)
+    columns = _find_columns(_merged_rows(files))
+    schema = pyarrow.schema({name: _arrow_type(kind) for name, kind in columns.items()})
+    for file in files:
+        file.seek(0)
+    rows, count = _merged_rows(files), 0
+    try:
+        with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+            while chunk := list(islice(rows, _ROWS)):
+                arrays = [_arrow_array(chunk, field) for field in schema]
+                writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
+                count += len(chunk)
+    except pyarrow.ArrowException as error:
+        raise ValueError(
+            f"a .parquet file cannot hold the predictions ({error}); write to .jsonl instead"
+        ) from error
     return count
 
 
-def _fitted(table: Any, schema: Any) -> Any:
-    """Return a table with the columns and types of ``schema``; missing columns are null."""
+class _MixedTypesError(Exception):
+    """Two values of a column have types that no type holds without a change."""
+
+
+def _find_columns(rows: Iterable[Row]) -> dict[str, _Kind]:
+    """Return all columns with types that hold the values of all rows exactly.
+
+    Raises:
+        ValueError: a column has values of different types.
+    """
+    columns: dict[str, _Kind] = {INDEX: _SCALARS[int]}
+    for row in rows:
+        for name, value in row.items():
+            try:
+                columns[name] = _common(columns.get(name, _NULL), _kind_of(value))
+            except _MixedTypesError as error:
+                before, here = map(_described, error.args)
+                raise ValueError(
+                    f"sample {row[INDEX]}: a column of .parquet holds values of one type, but "
+                    f"{name!r} has {before} before and {here} here; write to .jsonl instead"
+                ) from None
+    return columns
+
+
+def _kind_of(value: Any) -> _Kind:
+    """Return the type of a value that was read from JSON."""
+    if isinstance(value, dict):
+        return {key: _kind_of(entry) for key, entry in value.items()}
+    if not isinstance(value, list):
+        return _SCALARS[type(value)]
+    types = dict.fromkeys(map(type, value))
+    is_flat = types.keys() <= _SCALARS.keys()
+    common: _Kind = _NULL
+    for kind in map(_SCALARS.__getitem__, types) if is_flat else map(_kind_of, value):
+        common = _common(common, kind)
+    return [common]
+
+
+def _common(before: _Kind, here: _Kind) -> _Kind:
+    """Return the type that holds values of both types exactly; integers may become floats."""
+    if before == here or here == _NULL:
+        return before
+    if before == _NULL:
+        return here
+    if isinstance(before, dict) and isinstance(here, dict):
+        further = {key: _common(before.get(key, _NULL), kind) for key, kind in here.items()}
+        return before | further
+    if isinstance(before, list) and isinstance(here, list):
+        return [_common(before[0], here[0])]
+    if sorted(map(_described, (before, here))) == ["double", "int64"]:
+        return "double"
+    raise _MixedTypesError(before, here)
+
+
+def _described(kind: _Kind) -> str:
+    return kind if isinstance(kind, str) else "a list" if isinstance(kind, list) else "a mapping"
+
+
+def _arrow_type(kind: _Kind) -> Any:
     import pyarrow
 
-    if further := set(table.column_names) - set(schema.names):
-        raise pyarrow.ArrowInvalid(f"further fields: {', '.join(sorted(further))}")
-    for field in schema:
-        if field.name not in table.column_names:
-            table = table.append_column(field, pyarrow.nulls(len(table), field.type))
-    return table.select(schema.names).cast(schema)
+    if isinstance(kind, dict):
+        return pyarrow.struct({name: _arrow_type(entry) for name, entry in kind.items()})
+    if isinstance(kind, list):
+        return pyarrow.list_(_arrow_type(kind[0]))
+    return pyarrow.type_for_alias(kind)
+
+
+def _arrow_array(rows: list[Row], field: Any) -> Any:
+    """Return a column of rows; missing values are null.
+
+    Raises:
+        ValueError: an integer is too large for the column's type, or a text is not Unicode.
+    """
+    import pyarrow
+
+    refusals = (pyarrow.ArrowException, OverflowError, UnicodeError)
+    try:
+        return pyarrow.array([row.get(field.name) for row in rows], type=field.type)
+    except refusals:
+        for row in rows:
+            try:
+                pyarrow.array([row.get(field.name)], type=field.type)
+            except refusals as error:
+                raise ValueError(
+                    f"sample {row[INDEX]}: the column {field.name!r} of .parquet has the type "
+                    f"{field.type}, which cannot hold this value ({error}); write to .jsonl instead"
+                ) from error
+        raise
 
 
 def _write_arrays(rows: Iterable[Row], path: Path, fields: Fields) -> int:
@@ -258,7 +342,7 @@ def _write_arrays(rows: Iterable[Row], path: Path, fields: Fields) -> int:
         files = {name: stack.enter_context(file.open("wb")) for name, file in raw.items()}
         for row in rows:
             for name, field in fields.items():
-                files[name].write(np.asarray(row[name], dtype=field.dtype).tobytes())
+                files[name].write(_as_dtype(row[name], name, field, row[INDEX]).tobytes())
         for file in files.values():
             file.flush()
         with zipfile.ZipFile(path, "w") as archive:
@@ -273,3 +357,17 @@ def _write_arrays(rows: Iterable[Row], path: Path, fields: Fields) -> int:
                     np.lib.format.write_array_header_1_0(entry, header)
                     shutil.copyfileobj(values, entry)
     return total
+
+
+def _as_dtype(value: Any, name: str, field: Field, index: int) -> np.ndarray[Any, Any]:
+    """Return a value as an array; ValueError if it has integers that the data type rounds."""
+    array = np.asarray(value, dtype=field.dtype)
+    if field.dtype.kind == "f":
+        exact = np.asarray(value)
+        # Lists are compared, since NumPy compares integers and floats as floats.
+        if exact.dtype.kind in "iu" and exact.tolist() != array.tolist():
+            raise ValueError(
+                f"sample {index}: {name!r} has integers that {field.dtype}, the data type of all "
+                "samples in an .npz file, does not hold exactly; write to .jsonl instead"
+            )
+    return array

@@ -127,17 +127,15 @@ class ModelComplexityEstimator:
         Raises:
             RuntimeError: the forward failed; the text describes the inputs.
         """
-        # LSTMs run as a single operation, which torch's counter does not know.
-        recurrent = {
-            torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,
-            torch.ops.aten._cudnn_rnn: _recurrent_flops,
-        }
-        counter = FlopCounterMode(display=False, custom_mapping=recurrent)
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         tensors = (*self.model.parameters(), *buffers.values())
         gpus = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
         try:
-            with torch.random.fork_rng(gpus), torch.no_grad(), _countable(self.model), counter:
+            with (
+                torch.random.fork_rng(gpus),
+                torch.no_grad(),
+                counting_flops(self.model) as counter,
+            ):
                 torch.func.functional_call(self.model, buffers, self.args, self.kwargs)
         except Exception as error:
             inputs = [_described(value) for value in self.args]
@@ -206,15 +204,24 @@ def _recurrent_flops(inputs: Any, *weight_shapes: Any, **_: Any) -> int:
 
 
 @contextmanager
-def _countable(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode, and compute attention with operations that the counter knows."""
+def counting_flops(model: nn.Module) -> Iterator[FlopCounterMode]:
+    """Count the floating-point operations of forwards, in evaluation mode.
+
+    Attention is computed with operations that the counter knows.
+    """
+    # LSTMs run as a single operation, which torch's counter does not know.
+    recurrent = {
+        torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,
+        torch.ops.aten._cudnn_rnn: _recurrent_flops,
+    }
+    counter = FlopCounterMode(display=False, custom_mapping=recurrent)
     training = [module for module in model.modules() if module.training]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     model.eval()
     try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
+        with sdpa_kernel(SDPBackend.MATH), counter:
+            yield counter
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         for module in training:

@@ -10,6 +10,9 @@ from .draft import NOTHING, Row, Section, bare_name, drop_if, dropped, note_unle
 _OWN_HOOK = "{} has no counterpart: write a hook (docs/extending.md)"
 _NO_DRAWING = "{} is dropped: it has no effect on the results. To draw, write a hook"
 _LOG_ONLY = "is dropped: it only concerns the log"
+_OWN_STOP = (
+    "to have this, write a hook whose on_eval_end calls state.request_stop (docs/extending.md)"
+)
 
 
 # mmengine's defaults.
@@ -141,8 +144,21 @@ def _early_stop(section: Section, key: str) -> Any:
     draft, monitor, rule = section.draft, section.pop(key, None), section.pop("rule", None)
     name = draft.metric(monitor, section.at(key))
     patience, delta = section.pop("patience", 5), section.pop("min_delta", 0.1)
+    finite = section.pop("check_finite", True)
     if name is None:
         return NOTHING
+    if delta:
+        message = f"mmengine also accepts a value that is better by exactly {delta}"
+        remedy = "lower min_delta slightly to have this"
+    else:
+        message, remedy = "mmengine also accepts a value that equals the best one", _OWN_STOP
+    section.miss("min_delta", f"{message} as an improvement, and early_stop does not; {remedy}")
+    message = (
+        "mmengine ends training when the metric is NaN or infinite, and early_stop does not"
+        if finite
+        else "mmengine accepts NaN as an improvement, and early_stop never does"
+    )
+    section.miss("check_finite", f"{message}; {_OWN_STOP}")
     mode = draft.mode(rule, monitor, section.at("rule"))
     return {"metric": name, "patience": patience, "mode": mode, "min_delta": delta}
 
@@ -166,9 +182,9 @@ _HOOKS: dict[str, tuple[Row, ...]] = {
     ),
     "EarlyStoppingHook": (
         Row("monitor", "early_stop", _early_stop, default=None),
-        # A missing metric is always an error here, and NaN is never an improvement.
+        # A missing metric is always an error here.
         *dropped("strict"),
-        *drop_if(stopping_threshold=None, check_finite=True),
+        *drop_if(stopping_threshold=None),
     ),
     "LoggerHook": (
         Row("interval", "", _log_interval, default=10),

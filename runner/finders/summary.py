@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from ...loops.evaluate import evaluation_mode
+from ...parallel.placement.estimators import counting_flops
 from ...wrappers import SingleDevice, parse_losses
 from ...wrappers.steps.plain_models import explaining
 from ...wrappers.steps.preprocess import as_call, path_to_samples
@@ -81,7 +81,7 @@ def summarize(model: nn.Module, batch: Any, *, has_targets: bool = False) -> Sum
             path = path_to_samples(prepared)
             samples = 0 if path is None else len(reduce(getitem, path, prepared))
             args, kwargs = as_call(prepared)
-            with FlopCounterMode(display=False) as counter, explaining(model, prepared):
+            with counting_flops(model) as counter, explaining(model, prepared):
                 output = model(*args, **kwargs, mode="tensor")
                 if has_targets and is_dataclass(output) and isinstance(output, Mapping):
                     parse_losses(output)

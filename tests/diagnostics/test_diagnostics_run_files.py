@@ -39,6 +39,15 @@ def test_a_growing_file_is_read_to_its_last_complete_line(tmp_path: Path) -> Non
     assert values(run.update(), "loss") == [(1, 3.0), (2, 2.0), (3, 1.0)]
 
 
+@pytest.mark.parametrize(
+    ("speeds", "middle"),
+    [([100.0, 900.0], 500.0), ([40, 10, 30, 20], 25.0), ([3, 1, math.nan, 2], 2.0), ([7], 7.0)],
+)
+def test_the_speed_is_the_median(speeds: list[float], middle: float, tmp_path: Path) -> None:
+    records = [record(step, samples_per_s=speed) for step, speed in enumerate(speeds)]
+    assert read(write_folder(tmp_path / "run", records)).speed() == {"samples_per_s": middle}
+
+
 def test_a_replaced_file_is_read_again(tmp_path: Path) -> None:
     """A resumed run drops the records after its checkpoint."""
     folder = write_folder(tmp_path / "run", [record(n, loss=1.0) for n in (1, 2, 3)])

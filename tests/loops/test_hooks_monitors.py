@@ -26,6 +26,7 @@ from stepwrap.wrappers import (
     StepDataParallel,
     SupervisedModel,
     build_mesh,
+    with_train_step,
     wrap_model,
 )
 
@@ -122,6 +123,56 @@ def test_gradient_norm_leaves_out_updates_that_a_scaler_skips(
     train(state, [GradNormHook(), records], epochs=3, log_every_steps=12)
     expected = norms_by_hand(batches(), lr=0.0)
     assert min(expected) * 0.9 < records.records[0]["grad_norm"] < max(expected) * 1.1
+
+
+def _closed_step(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+    loss = lambda: wrapper(*data, mode="loss")["loss"]  # noqa: E731
+    return {"loss": optim_wrapper.update_by_closure(loss, wrapper)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("LBFGS", {"max_iter": 3}), ("SGD", {}), ("Adam", {"fused": True})]
+)
+def test_gradient_norm_of_a_closure_is_that_of_its_first_evaluation(
+    kind: str, options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    net, norms = nn.Linear(3, 1), []
+    optimizer = getattr(torch.optim, kind)(net.parameters(), lr=0.05, **options)
+    for inputs, targets in batches():
+        evaluated = []
+
+        def closure(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(net(inputs), targets)
+            loss.backward()
+            evaluated.append(get_total_norm([p.grad for p in net.parameters()]).item())  # noqa: B023
+            return loss
+
+        optimizer.step(closure)
+        assert len(evaluated) == (3 if kind == "LBFGS" else 1)
+        norms.append(evaluated[0])
+    records, state = Records(), new_state()
+    state.model = with_train_step(SingleDevice, _closed_step)(state.model.module)
+    own = getattr(torch.optim, kind)(state.model.parameters(), lr=0.05, **options)
+    state.optim_wrapper = OptimWrapper(own)
+    train(state, [GradNormHook(), records], epochs=1, log_every_steps=1)
+    assert [r["grad_norm"] for r in records.records] == pytest.approx(norms, rel=1e-6)
+    assert torch.equal(state.model.module.net.weight, net.weight)
+
+
+def test_a_closure_may_be_a_keyword() -> None:
+    state, hook, scalars = new_state(), GradNormHook(), {}
+    hook.on_train_start(state)
+
+    def closure() -> Tensor:
+        for param in state.model.parameters():
+            param.grad = torch.full_like(param, 2.0)
+        return torch.zeros(())
+
+    state.optim_wrapper.optimizer.step(closure=closure)
+    hook.collect_logs(state, scalars)
+    assert float(scalars["grad_norm"]) == 4.0
 
 
 def test_nothing_is_left_on_the_optimizer() -> None:

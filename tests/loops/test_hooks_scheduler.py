@@ -149,6 +149,41 @@ def test_the_logged_rate_is_the_one_that_the_update_used(by: str) -> None:
     assert [record["lr"] for record in rates.logged] == used
 
 
+@pytest.mark.parametrize("validates", [True, False])
+def test_the_record_at_the_end_has_the_rate_of_the_last_update(validates: bool) -> None:
+    state, rates = new_state(), RatesHook()
+    optimizer = get_optimizer(state)
+    schedule = SchedulerHook([(StepLR(optimizer, 1, gamma=0.5), "epoch")])
+    settings = {} if validates else {"val_loop": None}
+    train(state, [schedule, rates], epochs=3, log_every_steps=50, **settings)
+    assert rates.used[-1] == 0.05 * 0.25
+    assert [record["lr"] for record in rates.logged] == rates.used[-1:]
+    # The next record after the same update number of another session has its own rate.
+    train(state, [schedule, rates], epochs=4, log_every_steps=3, val_loop=None)
+    assert [record["lr"] for record in rates.logged[1:]] == [0.05 * 0.125] * 2
+
+
+class _StopAfterEval(Hook):
+    def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
+        if state.epoch == 2:
+            state.request_stop("enough")
+
+
+@pytest.mark.parametrize("with_epochs", [True, False])
+def test_the_record_at_an_early_stop_has_the_rate_of_the_last_update(with_epochs: bool) -> None:
+    state, rates = new_state(), RatesHook()
+    optimizer = get_optimizer(state)
+    # The error falls, so that a plateau of mode "max" acts from the second validation on.
+    schedules: list[Any] = [(ReduceLROnPlateau(optimizer, mode="max", patience=0), "epoch")]
+    if with_epochs:
+        schedules.append((StepLR(optimizer, 1, gamma=0.5), "epoch"))
+    schedule = SchedulerHook(schedules, metric="error")
+    train(state, [schedule, rates, _StopAfterEval()], epochs=9, log_every_steps=50)
+    assert len(rates.used) == 8
+    assert optimizer.param_groups[0]["lr"] < rates.used[-1] / 5
+    assert [record["lr"] for record in rates.logged] == rates.used[-1:]
+
+
 def test_each_group_is_logged() -> None:
     state, rates = new_state(), RatesHook()
     get_optimizer(state).add_param_group({"params": [torch.zeros(1)], "lr": 0.5})

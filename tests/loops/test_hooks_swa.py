@@ -236,6 +236,29 @@ def _statistics_of_rank() -> dict[str, Tensor]:
     return swa.state_dict()["model"]
 
 
+def _float64_statistics_differ_by() -> float:
+    """Return the largest relative difference between the statistics of the ranks and torch's."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(3)
+    inputs = list(torch.randn(2 * ranks, 8, 3, generator=generator, dtype=torch.float64))
+    pairs = [(x, x.sum(1, keepdim=True)) for x in inputs]
+    state, swa = new_state(net=normed().double()), SWAHook(from_epoch=1)
+    train(state, [swa], dataloader=pairs[rank::ranks], per_rank=True, val_loop=None)
+    averages = {name.removeprefix("net."): v for name, v in swa.state_dict()["model"].items()}
+    plain = normed().double()
+    plain.load_state_dict(averages)
+    update_bn(inputs, plain)
+    pairs = [(averages[f"1.{name}"], getattr(plain[1], name)) for name in _STATISTICS]
+    return max(float(((got - want) / want).abs().max()) for got, want in pairs)
+
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+def test_float64_statistics_of_three_ranks_have_all_bits() -> None:
+    assert max(run_ranks(_float64_statistics_differ_by, 3)) < 1e-12
+
+
 def _size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from listeners import Records
@@ -13,7 +14,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from stepwrap.collectives import get_rank
-from stepwrap.loops import EpochTrainLoop, HookList, LoopState, build_loader
+from stepwrap.loops import EpochTrainLoop, HookList, LoopState, NanGuardHook, build_loader, logs
+from stepwrap.loops.logs import LogBuffer
 from stepwrap.runner import Runner
 from stepwrap.wrappers import (
     BaseModel,
@@ -115,6 +117,116 @@ def test_the_record_has_the_values_of_each_step(
     assert {name: record[name] for name in ("scale", "first", "seen")} == pytest.approx(
         train_plainly(after_update=after_update), abs=1e-12
     )
+
+
+ODD = 2**24 + 1
+EXACT = {
+    "integer": ODD,
+    "time": 1_790_000_123.5,
+    "tenth": 0.1,
+    "int64": torch.tensor(ODD),
+    "int64s": torch.tensor([ODD - 1, ODD + 1]),
+    "numpy_int": numpy.int64(ODD),
+    "large": 1e39,
+}
+
+
+def log_exactly(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
+    if optim_wrapper.loss_weight is not None:
+        optim_wrapper.weigh(data, wrapper)
+    loss = wrapper(*data)["loss"]
+    optim_wrapper.update_params(loss)
+    return {"loss": loss, **EXACT, "half": torch.tensor(0.1, dtype=torch.float16)}
+
+
+def _exact_records(weigh: bool = False) -> dict[str, float]:
+    torch.manual_seed(0)
+    model = with_train_step(StepDistributedDataParallel, log_exactly)(_Sometimes())
+    hook, options = Records(), {"loss_weight": "samples"} if weigh else {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    state = LoopState(model=model, optim_wrapper=OptimWrapper(optimizer, **options))
+    batches = [[torch.full((1, 1), 0.1)]] * 4
+    loop = EpochTrainLoop(batches, max_epochs=1, per_rank=True, log_every_steps=2)
+    loop.run(state, HookList([hook, NanGuardHook(check="all")]))
+    return hook.records[-1]
+
+
+@pytest.mark.parametrize("weigh", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_numbers_and_integers_keep_all_bits(ranks: int, weigh: bool) -> None:
+    for record in run_ranks(_exact_records, ranks, weigh):
+        expected = {
+            name: float(torch.as_tensor(v, dtype=torch.float64).mean()) for name, v in EXACT.items()
+        }
+        assert {name: record[name] for name in EXACT} == expected
+        assert record["half"] == float(torch.tensor(0.1, dtype=torch.float16))
+
+
+def test_integers_next_to_float32_keep_all_bits() -> None:
+    buffer = LogBuffer()
+    for step, value in enumerate([torch.tensor(ODD), torch.tensor(2.0)]):
+        buffer.append((step, {"value": value}))
+    assert buffer.means()["value"].item() == (ODD + 2) / 2
+
+
+def test_float32_values_are_summed_in_float32() -> None:
+    buffer, values = LogBuffer(), torch.rand(9) + 1000
+    for step, value in enumerate(values.unbind()):
+        buffer.append((step, {"loss": value, "half": value.half()}))
+    assert torch.equal(buffer.means()["loss"], values.sum() / 9)
+    assert torch.equal(buffer.means()["half"], values.half().float().sum() / 9)
+
+
+@pytest.mark.parametrize("folds", [False, True])
+def test_exact_values_of_an_unfinished_interval_are_restored(folds: bool, tmp_path: Path) -> None:
+    def fill(buffer: LogBuffer, steps: range) -> None:
+        for step in steps:
+            numbers = {"integer": ODD + step, "tenth": 0.1 * step, "time": numpy.float64(step) / 7}
+            tensors = {"int64": torch.tensor(ODD * step), "float": torch.tensor(0.1 * step)}
+            mixed = {"mixed": 0.1 * step if step % 2 else torch.tensor(0.1 * step)}
+            buffer.append((step, {**numbers, **tensors, **mixed, "numpy": numpy.float32(step) / 7}))
+
+    whole, before, after = LogBuffer(), LogBuffer(), LogBuffer()
+    fill(whole, range(20))
+    fill(before, range(20))
+    if folds:
+        whole.fold()
+        before.fold()
+    torch.save(before.state_dict(), tmp_path / "logs.pt")
+    saved = torch.load(tmp_path / "logs.pt", weights_only=False)
+    after.load_state_dict(saved, torch.device("cpu"))
+    fill(whole, range(20, 31))
+    fill(after, range(20, 31))
+    want, means = whole.means(), after.means()
+    assert {
+        name: str(mean.dtype) for name, mean in means.items() if name in ("float", "numpy")
+    } == {
+        "float": "torch.float32",
+        "numpy": "torch.float32",
+    }
+    for name, mean in means.items():
+        assert mean.dtype == want[name].dtype
+        assert torch.equal(mean, want[name]), name
+
+
+@pytest.mark.parametrize("first", [0.5, torch.tensor(0.5)])
+def test_numbers_next_to_tensors_of_a_device_without_float64(
+    first: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The meta device stands for one without float64."""
+    monkeypatch.setattr(
+        logs,
+        "widest_float",
+        lambda device: torch.float64 if device.type == "cpu" else torch.float32,
+    )
+    buffer = LogBuffer()
+    for step, value in enumerate([first, torch.tensor(1.5, device="meta"), 2.5]):
+        buffer.append((step, {"value": value}))
+    mean = buffer.means()["value"]
+    assert (mean.device.type, mean.dtype) == ("meta", torch.float32)
+    state = {"sums": {"value": (torch.tensor(0.5, dtype=torch.float64), 1)}, "values": {}}
+    buffer.load_state_dict(state, torch.device("meta"))
+    assert buffer.means()["value"].is_cpu
 
 
 class _Sometimes(BaseModel):

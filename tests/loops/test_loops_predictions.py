@@ -217,18 +217,79 @@ def test_arrays_of_numbers_that_become_fractions_keep_them(tmp_path: Path) -> No
         assert arrays["prediction"].tolist() == expected
 
 
-@pytest.mark.parametrize(
-    "later", [lambda: {"q": 2.5}, lambda: {"q": 1, "r": 2}, lambda: {"q": "text"}]
-)
-def test_parquet_with_other_columns_later_is_an_error(later: Any, tmp_path: Path) -> None:
+def _predict_rows(path: Path, rows: list[Any]) -> None:
     def outputs(x: Any) -> list[Any]:
-        return [{"q": 1} if value < 1024 else later() for value in x[0][:, 0]]
+        return [rows[int(value)] for value in x[0][:, 0]]
 
-    dataset = TensorDataset(torch.arange(1030.0)[:, None])
+    dataset = TensorDataset(torch.arange(float(len(rows)))[:, None])
+    _predict(path, model=OutputModel(outputs), dataset=dataset, batch_size=100)
+
+
+# Rows of the first samples, the last row, and what a file of .parquet has of the two.
+EXACT_ROWS: list[Any] = [
+    ({"n": 1}, {"n": 2, "score": 0.5}, {"n": 1, "score": None}, {"n": 2, "score": 0.5}),
+    ({"n": 1, "score": 0.5}, {"n": 2}, {"n": 1, "score": 0.5}, {"n": 2, "score": None}),
+    ({"v": {"a": 1}}, {"v": {"a": 1, "b": 2}}, {"v": {"a": 1, "b": None}}, {"v": {"a": 1, "b": 2}}),
+    ({"v": None}, {"v": [1, 2]}, {"v": None}, {"v": [1, 2]}),
+    ({"v": [[]]}, {"v": [[], [0.5, None]]}, {"v": [[]]}, {"v": [[], [0.5, None]]}),
+    ({"v": 1}, {"v": 2.5}, {"v": 1.0}, {"v": 2.5}),
+    ({"v": [0.5]}, {"v": [2**53]}, {"v": [0.5]}, {"v": [float(2**53)]}),
+    ({"v": [{"a": 1}]}, {"v": [{"b": "x"}]}, {"v": [{"a": 1, "b": None}]},
+     {"v": [{"a": None, "b": "x"}]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("first_rows", [1, 1024])
+@pytest.mark.parametrize(("first", "last", "read_first", "read_last"), EXACT_ROWS)
+def test_parquet_has_the_fields_of_all_samples(
+    first: Any, last: Any, read_first: Any, read_last: Any, first_rows: int, tmp_path: Path
+) -> None:
     path = tmp_path / "predictions.parquet"
-    with pytest.raises(ValueError, match="samples 1024 to 1029 .*columns"):
-        _predict(path, model=OutputModel(outputs), dataset=dataset, batch_size=100)
+    _predict_rows(path, [first] * first_rows + [last])
+    rows = parquet.read_table(path).to_pylist()
+    assert repr(rows[0]) == repr({"index": 0, **read_first})
+    assert repr(rows[-1]) == repr({"index": first_rows, **read_last})
+    assert len(rows) == first_rows + 1
+
+
+@pytest.mark.parametrize("first_rows", [1, 1024])
+@pytest.mark.parametrize(
+    ("first", "last", "message"),
+    [
+        (True, 5, "'v' has bool before and int64 here"),
+        (5, True, "'v' has int64 before and bool here"),
+        (0.5, True, "'v' has double before and bool here"),
+        (0.5, "0.25", "'v' has double before and string here"),
+        ([0.5], [0.5, True], "'v' has double before and bool here"),
+        ([1], 1, "'v' has a list before and int64 here"),
+        ({"a": 1}, {"a": "1"}, "'v' has int64 before and string here"),
+        ({"a": 1}, [1], "'v' has a mapping before and a list here"),
+        (0.5, 2**53 + 1, "'v' .* has the type double, which cannot hold this value"),
+        (1, 2**63, "'v' .* has the type int64, which cannot hold this value"),
+    ],
+)
+def test_parquet_refuses_values_that_it_would_change(
+    first: Any, last: Any, message: str, first_rows: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "predictions.parquet"
+    with pytest.raises(ValueError, match=f"sample {first_rows}: .*{message}.* to .jsonl"):
+        _predict_rows(path, [{"v": first}] * first_rows + [{"v": last}])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_parquet_refuses_mappings_without_entries(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot hold the predictions .*to \.jsonl"):
+        _predict_rows(tmp_path / "predictions.parquet", [{"v": {}}])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_arrays_refuse_integers_that_floats_round(tmp_path: Path) -> None:
+    rows = [{"v": 0.5}, {"v": 2**53}, {"v": 2**53 + 1}]
+    with pytest.raises(ValueError, match="sample 2: 'v' has integers that float64, "):
+        _predict_rows(tmp_path / "predictions.npz", rows)
+    _predict_rows(tmp_path / "exact.npz", rows[:2])
+    with np.load(tmp_path / "exact.npz", allow_pickle=False) as arrays:
+        assert arrays["v"].tolist() == [0.5, 2**53]
 
 
 def test_fields_that_are_not_numeric_are_left_out_of_arrays(

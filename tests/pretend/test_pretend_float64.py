@@ -33,8 +33,11 @@ from stepwrap.loops import (
 )
 from stepwrap.diagnostics import LedgerHook
 from stepwrap.loops.metrics.mean_loss import MeanLoss
+from stepwrap.primitives import tensor_bits
 from stepwrap.wrappers import OptimWrapper, SingleDevice, SupervisedModel
 
+# These devices have the type "cuda", but stand for others.
+tensor_bits.WITH_FLOAT64.remove("cuda")
 records, metrics = {}, {}
 
 

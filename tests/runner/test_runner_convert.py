@@ -150,12 +150,38 @@ def convert(text: str, **options: Any) -> tuple[dict[str, Any], list[str]]:
 
 def test_a_whole_config_by_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "mm.py").write_text(WHOLE)
-    assert main(["convert", "mm.py"]) == 0
+    assert main(["convert", "mm.py"]) == 3
     out, err = capsys.readouterr()
-    assert not err
+    assert re.findall(r"^ +mm.py:\d+: (\S+): ", err, re.M) == [
+        "custom_hooks.0.min_delta",
+        "custom_hooks.0.check_finite",
+    ]
     assert yaml.safe_load(out) == TRANSLATED
     (here / "ours.yaml").write_text(out)
     assert main(["check", "ours.yaml", "device=cpu"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "ties", "not_finite"),
+    [
+        ("min_delta=0.0", "equals the best one as an improvement", "ends training when the metric"),
+        ("min_delta=0.5", "is better by exactly 0.5 as an improvement", "is NaN or infinite"),
+        ("check_finite=True", "is better by exactly 0.1 as", "is NaN or infinite"),
+        ("check_finite=False", "lower min_delta slightly", "accepts NaN as an improvement"),
+    ],
+)
+def test_other_ties_and_nan_of_early_stopping_are_listed(
+    options: str, ties: str, not_finite: str
+) -> None:
+    hook = f'dict(type="EarlyStoppingHook", monitor="a/b", rule="greater", {options})'
+    metric = 'val_evaluator = dict(type="convert_parts.Close", prefix="a")'
+    _, misses = convert(f"{MODEL}{metric}\ncustom_hooks = [{hook}]\n")
+    assert len(misses) == 2
+    assert "custom_hooks.0.min_delta: mmengine also accepts a value that" in misses[0]
+    assert ties in misses[0]
+    assert "custom_hooks.0.check_finite: mmengine " in misses[1]
+    assert not_finite in misses[1]
+    assert misses[1].endswith("calls state.request_stop (docs/extending.md)")
 
 
 def test_translated_configs_run(here: Path) -> None:

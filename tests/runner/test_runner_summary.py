@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from warm import ended
 
+from stepwrap.parallel import ModelComplexityEstimator
 from stepwrap.runner.command.cli import main
 from stepwrap.runner.finders.summary import format_quantity, summarize
 from stepwrap.wrappers import BaseModel, SupervisedModel
@@ -40,6 +41,37 @@ def test_layers_shapes_parameters_and_flops_of_a_model() -> None:
     assert model_summary.size_bytes == 4 * 2610
     # Two operations per product: the convolution has 9 products per output, the layer 256.
     assert model_summary.flops == 2 * (2 * 4 * 64 * 9 + 2 * 10 * 256)
+
+
+class Attention(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(inputs, inputs, inputs)
+
+
+def test_attention_and_recurrent_layers_count() -> None:
+    """Two products of 64 x 64 x 32 for each head of each sample."""
+    attention = SupervisedModel(Attention(), nn.CrossEntropyLoss())
+    assert summarize(attention, (torch.rand(2, 2, 64, 32), torch.tensor([0, 1]))).flops == 2097152
+    recurrent = SupervisedModel(nn.LSTM(3, 5, batch_first=True), nn.CrossEntropyLoss())
+    # Four gates; 2 samples of 7 steps.
+    expected = 2 * 2 * 7 * 4 * 5 * (3 + 5)
+    assert summarize(recurrent, (torch.rand(2, 7, 3), torch.tensor([0, 1]))).flops == expected
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_attention_counts_in_an_encoder_as_in_the_estimator(training: bool) -> None:
+    net = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).train(training)
+    model, inputs = SupervisedModel(net, nn.CrossEntropyLoss()), torch.rand(2, 8, 16)
+    model.train(training)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    assert (
+        summarize(model, (inputs, torch.tensor([0, 1]))).flops
+        == ModelComplexityEstimator(net, inputs).estimate_complexity()
+        # Projections to 3 * 16 and 16, the two layers, and the two products of attention.
+        == 2 * 2 * 8 * 16 * (3 * 16 + 16 + 2 * 32) + 2 * 2 * 2 * 8 * 8 * 16
+    )
+    assert {module.training for module in model.modules()} == {training}
+    assert torch.backends.mha.get_fastpath_enabled() == fast
 
 
 class Broken(BaseModel):

@@ -151,6 +151,12 @@ def test_ranks_search_the_same_line() -> None:
 
 
 @on_ranks(2)
+def test_the_mean_of_integers_has_all_bits() -> None:
+    mean = ByClosureDDP(model()).average(torch.tensor(2**24 + 1))
+    assert (mean.dtype, mean.item()) == (torch.float64, 2**24 + 1)
+
+
+@on_ranks(2)
 def test_ranks_of_different_lengths_are_refused() -> None:
     wrapper = ByClosureDDP(model(), uneven_inputs=True)
     with pytest.raises(ValueError, match="remove uneven_inputs"):

@@ -107,10 +107,21 @@ def test_names_that_contain_loss_count() -> None:
     assert total.item() == 4
 
 
-def test_integers_are_logged_as_floats() -> None:
-    _, logs = parse_losses({"loss": torch.tensor(1.0), "correct": torch.tensor([1, 2])})
-    assert logs["correct"].item() == 1.5
-    assert logs["correct"].dtype == torch.float32
+def test_integers_are_logged_with_all_bits_and_leave_the_dtype_of_the_loss() -> None:
+    odd = 2**24 + 1
+    integers = {"correct": torch.tensor([1, 2]), "tokens": torch.tensor(odd)}
+    more = {"flags": [torch.tensor(True), torch.tensor(True)], "loss_b": torch.tensor(2)}
+    total, logs = parse_losses({"loss": torch.tensor(1.0), **integers, **more})
+    assert values(logs) == {
+        "loss": 3,
+        "correct": 1.5,
+        "tokens": odd,
+        "flags": 2,
+        "loss_b": 2,
+        "loss_raw": 1,
+    }
+    assert logs["tokens"].dtype == torch.float64
+    assert total.dtype == torch.float32
 
 
 def test_an_empty_list_is_ignored_if_there_is_another_loss() -> None:

@@ -260,7 +260,7 @@ def _check_later(
 def _raise_late_errors(group: distributed.ProcessGroup) -> None:
     """Check the messages of earlier calls that have arrived on the host."""
     unchecked = _unchecked.get(group)
-    while unchecked and unchecked[0].is_ready.query():
+    while unchecked and unchecked[0].is_ready.query():  # type: ignore[no-untyped-call]
         unchecked.popleft().check(group)
 
 

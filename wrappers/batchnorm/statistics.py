@@ -141,9 +141,8 @@ def normalise(
     """Write the normalised ``x`` into ``out``."""
     if _is_fused(x, stats.precision):
         # The epsilon is already part of inv_std.
-        torch.batch_norm_elemt(
-            x, *_for_kernel(x, weight, bias, stats.mean, stats.inv_std), 0.0, out=out
-        )
+        weight, bias, mean, inv_std = _for_kernel(x, weight, bias, stats.mean, stats.inv_std)
+        torch.batch_norm_elemt(x, weight, bias, mean, inv_std, 0.0, out=out)
         return
     scale = _scale(stats, weight)
     if stats.is_centred and _is_fp32_on_cpu(x, stats):
@@ -226,9 +225,13 @@ def _fused_input_gradient(
     if stats.slope is not None:
         sum_product = sum_product * stats.slope
     # The kernel takes the sum of dy * (x - mean).
-    vectors = (stats.mean, stats.inv_std, weight, sum_dy, sum_product / stats.inv_std)
+    mean, inv_std, weight, sum_dy, sum_centred = _for_kernel(
+        x, stats.mean, stats.inv_std, weight, sum_dy, sum_product / stats.inv_std
+    )
     count = torch.ones((), dtype=torch.int32, device=x.device) * stats.num_values
-    return torch.batch_norm_backward_elemt(_dense(dy), x, *_for_kernel(x, *vectors), count.int())
+    return torch.batch_norm_backward_elemt(
+        _dense(dy), x, mean, inv_std, weight, sum_dy, sum_centred, count.int()
+    )
 
 
 def _is_fused(x: Tensor, precision: torch.dtype) -> bool:

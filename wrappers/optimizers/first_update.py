@@ -327,5 +327,5 @@ def _digest(gradient: Tensor | None) -> Tensor:
 def _wide_sum(flat: Tensor, power: int = 1) -> Tensor:
     """Return the sum of a power of all elements in fp64, without a copy of all of them in fp64."""
     dtype = widest_float(flat.device)
-    blocks = (block.to(dtype) for block in flat.split(_BLOCK))
+    blocks = (block.to(dtype) for block in torch.split(flat, _BLOCK))
     return torch.stack([block.pow(power).sum() for block in blocks]).sum()

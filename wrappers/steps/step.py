@@ -10,8 +10,10 @@ from dataclasses import is_dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor, distributed, nn
 
+from ...primitives.tensor_bits import as_float
 from ..features import ModelFeatures, OptimFeatures, explain_optim_wrapper, optim_features
 from ..layout import broadcast_from_first_rank, refusal
 from ..torch_functions import check_options
@@ -103,14 +105,21 @@ def _parse_output(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
             "must contain the targets from which the model computes its loss, usually as `labels`"
         )
     total, logs = parse_losses({"loss": figures.pop("loss")})
-    return total, logs | {name: value.detach().float().mean() for name, value in figures.items()}
+    return total, logs | {name: _figure(value).mean() for name, value in figures.items()}
+
+
+def _figure(value: Tensor) -> Tensor:
+    """Return a detached value with at least 32 bits, and with those of an integer."""
+    value = as_float(value.detach())
+    return value if value.dtype == torch.float64 else value.float()
 
 
 def _mean(name: str, value: Any) -> Tensor | None:
     """Return the value of an entry as a 0-d floating tensor; None for an empty list."""
     if isinstance(value, Tensor):
         if not (value.is_floating_point() or value.is_complex()):
-            value = value.float()
+            # A part of the total must not change the dtype of the other losses.
+            value = value.float() if "loss" in name else as_float(value)
         # A 0-d tensor is its own mean; mean() would only add a node to the graph.
         mean: Tensor = value.mean() if value.ndim else value
         return mean
@@ -285,12 +294,13 @@ class ModelWrapper(_Modes, Preprocessing, ModelFeatures):
     def average(self, value: Tensor) -> Tensor:
         """Return the mean of a detached ``value`` over the ranks that average their gradients.
 
-        Every rank must call this, in the same order. With one rank it returns ``value``.
+        Every rank must call this, in the same order. With one rank it returns ``value``. The mean
+        of integers has the widest float of the device.
         """
         if not (self.averages_ranks and distributed.is_initialized()):
             return value
         # Contiguous, because backends add tensors by position in memory, not by index.
-        mean = value.detach().contiguous() / distributed.get_world_size(self.data_group)
+        mean = as_float(value.detach()).contiguous() / distributed.get_world_size(self.data_group)
         distributed.all_reduce(mean, group=self.data_group)
         return mean
 
