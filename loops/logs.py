@@ -256,13 +256,13 @@ def _sum(name: str, values: list[Any]) -> Tensor:
     return stacked.sum() if stacked.ndim == 1 else stacked.flatten(1).mean(1).sum()
 
 
-def _plus(first: Tensor, second: Tensor) -> Tensor:
+def _plus(left: Tensor, right: Tensor) -> Tensor:
     """Add 0-d tensors; one may be on the CPU, with more bits than the device of the other has."""
-    if first.device != second.device:
-        device = (second if first.is_cpu else first).device
+    if left.device != right.device:
+        device = (right if left.is_cpu else left).device
         if (widest := widest_float(device)) != torch.float64:
-            first, second = first.to(device, widest), second.to(device, widest)
-    return first + second
+            left, right = left.to(device, widest), right.to(device, widest)
+    return left + right
 
 
 def _weighted_sum(name: str, values: list[Any], weights: list[Any]) -> tuple[Tensor, Tensor]:

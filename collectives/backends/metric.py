@@ -118,8 +118,8 @@ class BaseMetric(ABC):
             if problem is not None:
                 raise problem
             return self.compute_metric(self._results[:size])
-        parts = self._split_batches() if self.gathers_batches else self._results
-        by_rank = _gather(backend, parts, problem, "compute() ")
+        local_results = self._split_batches() if self.gathers_batches else self._results
+        by_rank = _gather(backend, local_results, problem, "compute() ")
         in_order = itertools.chain.from_iterable if self.dist_collect_mode == "cat" else interleaved
         results = list(in_order(by_rank))
         if self.gathers_batches:

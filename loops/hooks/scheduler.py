@@ -408,9 +408,9 @@ class SchedulerHook(Hook):
             scheduler.step(value)
 
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
-        rates, kept = self._update_rates, self._kept_rates
-        if not rates and kept is not None and kept[0] == state.step:
-            rates = kept[1]
+        rates, earlier = self._update_rates, self._kept_rates
+        if not rates and earlier is not None and earlier[0] == state.step:
+            rates = earlier[1]
         scalars.update(rates or self._rates())
 
     def _rates(self) -> dict[str, float | Tensor]:

@@ -248,44 +248,44 @@ def _find_columns(rows: Iterable[Row]) -> dict[str, _Kind]:
     for row in rows:
         for name, value in row.items():
             try:
-                columns[name] = _common(columns.get(name, _NULL), _kind_of(value))
+                columns[name] = _common(columns.get(name, _NULL), _column_kind(value))
             except _MixedTypesError as error:
-                before, here = map(_described, error.args)
+                before, after = map(_described, error.args)
                 raise ValueError(
                     f"sample {row[INDEX]}: a column of .parquet holds values of one type, but "
-                    f"{name!r} has {before} before and {here} here; write to .jsonl instead"
+                    f"{name!r} has {before} before and {after} here; write to .jsonl instead"
                 ) from None
     return columns
 
 
-def _kind_of(value: Any) -> _Kind:
+def _column_kind(value: Any) -> _Kind:
     """Return the type of a value that was read from JSON."""
     if isinstance(value, dict):
-        return {key: _kind_of(entry) for key, entry in value.items()}
+        return {key: _column_kind(entry) for key, entry in value.items()}
     if not isinstance(value, list):
         return _SCALARS[type(value)]
     types = dict.fromkeys(map(type, value))
     is_flat = types.keys() <= _SCALARS.keys()
     common: _Kind = _NULL
-    for kind in map(_SCALARS.__getitem__, types) if is_flat else map(_kind_of, value):
+    for kind in map(_SCALARS.__getitem__, types) if is_flat else map(_column_kind, value):
         common = _common(common, kind)
     return [common]
 
 
-def _common(before: _Kind, here: _Kind) -> _Kind:
+def _common(before: _Kind, after: _Kind) -> _Kind:
     """Return the type that holds values of both types exactly; integers may become floats."""
-    if before == here or here == _NULL:
+    if before == after or after == _NULL:
         return before
     if before == _NULL:
-        return here
-    if isinstance(before, dict) and isinstance(here, dict):
-        further = {key: _common(before.get(key, _NULL), kind) for key, kind in here.items()}
+        return after
+    if isinstance(before, dict) and isinstance(after, dict):
+        further = {key: _common(before.get(key, _NULL), kind) for key, kind in after.items()}
         return before | further
-    if isinstance(before, list) and isinstance(here, list):
-        return [_common(before[0], here[0])]
-    if sorted(map(_described, (before, here))) == ["double", "int64"]:
+    if isinstance(before, list) and isinstance(after, list):
+        return [_common(before[0], after[0])]
+    if sorted(map(_described, (before, after))) == ["double", "int64"]:
         return "double"
-    raise _MixedTypesError(before, here)
+    raise _MixedTypesError(before, after)
 
 
 def _described(kind: _Kind) -> str:

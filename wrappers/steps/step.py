@@ -109,7 +109,7 @@ def _parse_output(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _figure(value: Tensor) -> Tensor:
-    """Return a detached value with at least 32 bits, and with those of an integer."""
+    """Return a detached value in float32, or in float64 for integers and float64."""
     value = as_float(value.detach())
     return value if value.dtype == torch.float64 else value.float()
 
