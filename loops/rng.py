@@ -42,15 +42,17 @@ def seed_rng(seed: int) -> None:
 
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the streams of Python, torch (CPU and CUDA) and NumPy as tensors and numbers.
+    """Return the streams of Python, torch and NumPy as tensors and numbers.
 
     ``device`` is the device of the model. A resumed run restores its stream on the device of the
-    model there, and the streams of all devices, which ``DataParallel`` uses, by index.
+    model there, and the streams of all CUDA devices, which ``DataParallel`` uses, by index.
     """
     streams: dict[str, Any] = {"python": _python_state(random), "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         streams["cuda"] = torch.cuda.get_rng_state(_cuda(device))
         streams["cuda_devices"] = torch.cuda.get_rng_state_all()
+    if (accelerator := _other_accelerator(device)) is not None:
+        streams[accelerator.type] = _device_module(accelerator).get_rng_state(*_index(accelerator))
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
@@ -74,6 +76,9 @@ def restore_rng(streams: dict[str, Any], device: torch.device | None = None) -> 
             if index < torch.cuda.device_count():
                 torch.cuda.set_rng_state(state, index)
         torch.cuda.set_rng_state(streams["cuda"], _cuda(device))
+    if (accelerator := _other_accelerator(device)) is not None and accelerator.type in streams:
+        state = streams[accelerator.type]
+        _device_module(accelerator).set_rng_state(state, *_index(accelerator))
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in streams:
         saved = streams["numpy"]
@@ -182,6 +187,21 @@ def preserved_generators(owners: Iterable[Any]) -> Iterator[None]:
     finally:
         for generator, state in states:
             set_generator_state(generator, state)
+
+
+def _other_accelerator(device: torch.device | None) -> torch.device | None:
+    """Return ``device`` if it has a random stream, such as XPU or MPS, and is no CUDA device."""
+    is_other = device is not None and device.type not in ("cpu", "cuda", "meta")
+    return device if is_other else None
+
+
+def _device_module(device: torch.device) -> Any:
+    return torch.get_device_module(device.type)
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    # There is only one MPS device, and its functions take none.
+    return () if device.type == "mps" else (device,)
 
 
 def _cuda(device: torch.device | None) -> torch.device:
