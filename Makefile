@@ -31,7 +31,7 @@ test test-all test-nightly: $(READY) types-link
 # Run the tests marked `gpu` and `gpu2` on two pretend devices, which tests/pretend makes from host
 # memory, and those marked `gpu4` on four. Runs of a part of the ordinary tests choose such a device, too.
 ORDINARY := not gpu and not slow and not nightly
-PRETEND = PYTHONPATH=$(CURDIR)/tests/pretend/site $(BIN)/python -m pytest -n 2 --dist loadfile \
+PRETEND = PYTHONPATH=$(CURDIR)/tests/pretend/site $(BIN)/python -m pytest -n 3 --dist loadfile \
 	--no-loadscope-reorder --max-worker-restart=0
 test-all: test-pretend
 test-pretend: $(READY)

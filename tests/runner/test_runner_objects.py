@@ -410,7 +410,8 @@ def train_points(folder: Path, run_dir: str, epochs: int, resume: bool) -> dict[
 
 def first_draw(folder: Path) -> tuple[dict[str, Tensor], float]:
     start = train_points(folder, "draw", 1, resume=False)
-    return start, torch.rand(()).item()
+    # The ranks may have a device each.
+    return {name: weights.cpu() for name, weights in start.items()}, torch.rand(()).item()
 
 
 def test_ranks_start_alike_and_draw_apart(tmp_path: Path) -> None:
