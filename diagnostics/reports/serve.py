@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+import sys
 import threading
 import time
 from http import HTTPStatus
@@ -130,6 +131,12 @@ class RunServer(ThreadingHTTPServer):
         """The address of the page."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self.server_address[1]}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the current error, unless the connection was closed by either side."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, ConnectionError) and getattr(error, "errno", None) != errno.EBADF:
+            super().handle_error(request, client_address)
 
     def accepts(self, peer: str, host: str) -> bool:
         """Return whether to answer the address ``peer``, whose Host header is ``host``."""

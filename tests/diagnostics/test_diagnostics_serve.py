@@ -6,11 +6,13 @@ import json
 import re
 import signal
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
+from urllib.request import urlopen
 
 import pytest
 from ports import free_port
@@ -137,6 +139,12 @@ def test_the_command_ends_with_a_signal(
     assert command.process.stdout is not None
     line = command.process.stdout.readline()
     assert line == f"serving runs at http://127.0.0.1:{port}/ (stop with Ctrl-C)\n"
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"GET / HTTP/1.1\r\n")
+        # Closing it resets the connection, as a browser may do.
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    with urlopen(f"http://127.0.0.1:{port}/") as response:
+        assert response.status == 200
     with socket.create_connection(("127.0.0.1", port)):
         # An open connection does not keep the server from ending.
         command.process.send_signal(number)

@@ -376,4 +376,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_large_operations_after_the_parents_threads_have_run(tmp_path):
     """By default and with fork; with lambdas and closures."""
-    assert run_script(AFTER_OPENMP, tmp_path).split() == ["begun"] * 4
+    lines = run_script(AFTER_OPENMP, tmp_path).split()
+    # Another worker may begin before a pool ends.
+    assert len(lines) >= 4
+    assert set(lines) == {"begun"}
