@@ -256,13 +256,13 @@ def _sum(name: str, values: list[Any]) -> Tensor:
     return stacked.sum() if stacked.ndim == 1 else stacked.flatten(1).mean(1).sum()
 
 
-def _plus(left: Tensor, right: Tensor) -> Tensor:
+def _plus(total: Tensor, value: Tensor) -> Tensor:
     """Add 0-d tensors; one may be on the CPU, with more bits than the device of the other has."""
-    if left.device != right.device:
-        device = (right if left.is_cpu else left).device
+    if total.device != value.device:
+        device = (value if total.is_cpu else total).device
         if (widest := widest_float(device)) != torch.float64:
-            left, right = left.to(device, widest), right.to(device, widest)
-    return left + right
+            total, value = total.to(device, widest), value.to(device, widest)
+    return total + value
 
 
 def _weighted_sum(name: str, values: list[Any], weights: list[Any]) -> tuple[Tensor, Tensor]:

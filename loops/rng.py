@@ -190,7 +190,7 @@ def preserved_generators(owners: Iterable[Any]) -> Iterator[None]:
 
 
 def _other_accelerator(device: torch.device | None) -> torch.device | None:
-    """Return ``device`` if it has a random stream, such as XPU or MPS, and is no CUDA device."""
+    """Return an XPU, MPS or other device with a random stream of its own, except CUDA devices."""
     is_other = device is not None and device.type not in ("cpu", "cuda", "meta")
     return device if is_other else None
 

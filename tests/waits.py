@@ -60,7 +60,7 @@ def _calling_line() -> str:
 
 
 @contextmanager
-def in_group(folder: Path) -> Iterator[None]:
+def single_rank_group(folder: Path) -> Iterator[None]:
     """Let this process be the only rank of a group with NCCL."""
     store = dist.FileStore(str(folder / "store"), 1)
     device = torch.device("cuda", torch.cuda.current_device())

@@ -35,13 +35,14 @@ class BaseMetric(ABC):
         logger: default: the logger of this module.
 
     Attributes:
-        gathers_batches: whether ``compute`` takes the results of one batch from each rank in turn.
+        batch_ends: the number of results after each batch, if ``compute`` takes the results of one
+            batch from each rank in turn; otherwise None. The loops set it.
 
     Raises:
         AssertionError: the mode or the backend does not exist.
     """
 
-    gathers_batches = False
+    batch_ends: list[int] | None = None
 
     def __init__(
         self,
@@ -58,8 +59,6 @@ class BaseMetric(ABC):
         self.dist_backend = get_dist_backend(dist_backend)
         self.logger = logger or logging.getLogger(__name__)
         self._results: list[Any] = []
-        # The number of results after each batch.
-        self._batch_ends: list[int] = []
 
     @abstractmethod
     def add(self, *args: Any, **kwargs: Any) -> None:
@@ -80,11 +79,12 @@ class BaseMetric(ABC):
 
     def reset(self) -> None:
         """Delete all results; ``compute`` does not delete them."""
-        self._results, self._batch_ends = [], []
+        self._results, self.batch_ends = [], None
 
     def end_batch(self) -> None:
-        """Note that the results of a batch are complete; the loops call this after ``add``."""
-        self._batch_ends.append(len(self._results))
+        """Note that the results of a batch are complete, if ``batch_ends`` is not None."""
+        if self.batch_ends is not None:
+            self.batch_ends.append(len(self._results))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the metric of one batch on this rank, without changing the stored results."""
@@ -118,11 +118,12 @@ class BaseMetric(ABC):
             if problem is not None:
                 raise problem
             return self.compute_metric(self._results[:size])
-        local_results = self._split_batches() if self.gathers_batches else self._results
+        by_batch = self.batch_ends is not None
+        local_results = self._split_batches() if by_batch else self._results
         by_rank = _gather(backend, local_results, problem, "compute() ")
         in_order = itertools.chain.from_iterable if self.dist_collect_mode == "cat" else interleaved
         results = list(in_order(by_rank))
-        if self.gathers_batches:
+        if by_batch:
             results = list(itertools.chain.from_iterable(results))
         compute = self.compute_metric
         value, error = (
@@ -136,7 +137,7 @@ class BaseMetric(ABC):
 
     def _split_batches(self) -> list[list[Any]]:
         """Return the results of each batch; those after the last batch are one more."""
-        ends = [0, *self._batch_ends, len(self._results)]
+        ends = [0, *(self.batch_ends or ()), len(self._results)]
         return [self._results[start:end] for start, end in itertools.pairwise(ends)]
 
 

@@ -63,12 +63,11 @@ class Share:
         in_rounds: whether every rank reads the same batches one after another, and takes its own
             from each round; None before the ranks have compared their first batches.
         resumes_rounds: whether a resumed run did so.
-        is_by_batch: whether the ranks take batches in turn.
     """
 
     def __init__(self, per_rank: bool) -> None:
         self.in_rounds: bool | None = False if per_rank else None
-        self.resumes_rounds = self.is_by_batch = False
+        self.resumes_rounds = self._is_divided = False
         self._group: dist.ProcessGroup | None = None
         self._repeats = False
         self._name = ""
@@ -104,6 +103,11 @@ class Share:
         share = self._build_share(inner, facts[0].seed)
         return FirstBatches(share, loader.count) if isinstance(loader, FirstBatches) else share
 
+    @property
+    def is_by_batch(self) -> bool:
+        """Whether the ranks take whole batches in turn."""
+        return self._is_divided or bool(self.in_rounds)
+
     def has_exact_length(self, loader: Any) -> bool:
         """Return whether ``len(loader)`` is certain to be this rank's number of batches."""
         return self.in_rounds is False and has_exact_length(loader)
@@ -122,7 +126,6 @@ class Share:
             if failure is not None:
                 raise failure
             iterator = itertools.chain(() if batch is _END else [batch], iterator)
-        self.is_by_batch = self.is_by_batch or bool(self.in_rounds)
         return self._rounds(iterator) if self.in_rounds else iterator
 
     def _is_same_data(self, facts: list[_Facts]) -> bool:
@@ -145,7 +148,7 @@ class Share:
                 f"the batches of {self._name} cannot be divided among the ranks, because their "
                 f"order has no end: give each rank its own part of the order, and {_REMEDY}"
             )
-        self.is_by_batch = True
+        self._is_divided = True
         self._say_divided(ranks)
         if self._repeats and count < ranks:
             warn_of_repetitions(self._name, f"{count} batches", ranks, get_rank(self._group))

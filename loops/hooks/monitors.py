@@ -402,14 +402,15 @@ class _LastStep:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._end: torch.cuda.Event | None = None
+        self._end = torch.cuda.Event()
 
     def note_end(self) -> None:
         """Note that the work of the last step is in the device's current stream."""
-        self._end = torch.cuda.current_stream(self._device).record_event()
+        torch.cuda.current_stream(self._device).record_event(self._end)
 
     def is_running(self) -> bool:
-        return self._end is not None and not self._end.query()  # type: ignore[no-untyped-call]
+        # An event that was never recorded is complete.
+        return not self._end.query()  # type: ignore[no-untyped-call]
 
 
 def _devices(model: nn.Module) -> int:

@@ -70,6 +70,9 @@ def start_metrics(
             _move(metric, device)
             _separate_states(metric)
         metric.reset()
+        if isinstance(metric, BaseMetric):
+            # A subclass may have a `reset` of its own.
+            metric.batch_ends = []
 
 
 def _move(metric: nn.Module, device: torch.device) -> None:
@@ -251,7 +254,8 @@ def compute_metrics(
 def _computed(metric: AnyMetric, group: dist.ProcessGroup | None, by_batch: bool) -> Any:
     if not isinstance(metric, BaseMetric):
         return metric.compute()
-    metric.gathers_batches = by_batch
+    if not by_batch:
+        metric.batch_ends = None
     backend = metric.dist_backend
     is_global = type(backend) in _GLOBAL_BACKENDS and getattr(backend, "group", None) is None
     if group is not None and is_global:

@@ -34,10 +34,11 @@ class MeanLoss(Metric):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         # Before `fn` moves the states to a device that may have no float64.
-        dtype = widest_float(fn(torch.zeros(())).device)
-        defaults: dict[str, Any] = self._defaults
-        self._defaults = {name: default.to(dtype) for name, default in defaults.items()}
-        self.total, self.samples = self.total.to(dtype), self.samples.to(dtype)
+        widest = widest_float(fn(torch.zeros(())).device)
+        if self.total.dtype == torch.float64 and widest != torch.float64:
+            defaults: dict[str, Any] = self._defaults
+            self._defaults = {name: default.to(widest) for name, default in defaults.items()}
+            self.total, self.samples = self.total.to(widest), self.samples.to(widest)
         return super()._apply(fn, *args, **kwargs)
 
     def update(self, loss: Tensor, num_samples: float | Tensor) -> None:

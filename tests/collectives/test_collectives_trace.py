@@ -137,8 +137,8 @@ def test_a_rank_that_never_comes_is_named(on: bool, tmp_path: Path) -> None:
         assert "ranks 0, 1 wait in synchronize" in text
         if on:
             assert re.search(r"rank 2 .*_trace\.py:\d+ in _never_come", text)
-            last = r"last collective .*#\d+ mean_scalars \(\S+_trace\.py:\d+\)"
-            assert re.search(last, text)
+            last_call = r"last collective .*#\d+ mean_scalars \(\S+_trace\.py:\d+\)"
+            assert re.search(last_call, text)
         else:
             assert "rank 2 has not arrived" in text
 

@@ -76,12 +76,12 @@ def _reduce_over_ranks() -> list[list[Any]]:
 
 def _call_others() -> dict[str, Any]:
     """Return tensors of the last rank and of all ranks, for each dtype, and large ones."""
-    rank, last = get_rank(), get_world_size() - 1
+    rank, last_rank = get_rank(), get_world_size() - 1
     received, gathered = [], []
     for dtype in dict.fromkeys(dtype for _, dtype in CASES):
         tensor = _values(rank, dtype).cuda()
         gathered.append([rank_tensor.tolist() for rank_tensor in all_gather(tensor)])
-        broadcast_in_place(tensor, src=last)
+        broadcast_in_place(tensor, src=last_rank)
         received.append(tensor.tolist())
     large = torch.full((300_000,), float(rank), device="cuda")
     sums = all_reduce_dict({"large": large, "small": large[:2].long()}, "sum")
@@ -187,21 +187,21 @@ def _call_a_group(ranks: list[int]) -> dict[str, Any] | None:
     group = CollectiveGroup.create(ranks)
     if group.size() == -1:
         return None
-    rank, (first, *_, last) = get_rank(), ranks
+    rank, (first_rank, *_, last_rank) = get_rank(), ranks
     tensor = torch.full((2,), float(rank), device="cuda")
     reduced = tensor.clone()
     group.all_reduce(reduced)
     received = tensor.clone()
-    if rank == first:
-        group.send(tensor, last)
-    elif rank == last:
-        group.recv(received, first)
+    if rank == first_rank:
+        group.send(tensor, last_rank)
+    elif rank == last_rank:
+        group.recv(received, first_rank)
     group.barrier()
     results = {
         "sum": reduced.tolist(),
         "received": received.tolist(),
         "objects": group.all_gather_object(rank),
-        "object": group.broadcast_object(rank, last),
+        "object": group.broadcast_object(rank, last_rank),
     }
     group.destroy()
     return results

@@ -187,17 +187,17 @@ def test_output_of_the_command(config: Path, capsys: pytest.CaptureFixture[str])
     assert main(["bisect", "a", "a"]) == 0
     assert re.fullmatch("no difference .* 13 steps .* 0 to 12\n", capsys.readouterr().out)
     assert main(["bisect", "a", "b", "--no-rerun"]) == 3
-    agreed, first = capsys.readouterr().out.splitlines()
-    place = "step 5, rank 0, forward"
-    assert re.search(f"agree .*step 4 .*differ .*{place}: loss$", agreed)
-    assert re.search(f"first differ .*{place}: loss$", first)
+    agreed, difference = capsys.readouterr().out.splitlines()
+    position = "step 5, rank 0, forward"
+    assert re.search(f"agree .*step 4 .*differ .*{position}: loss$", agreed)
+    assert re.search(f"first differ .*{position}: loss$", difference)
     assert main(["bisect", "a", "b"]) == 3
-    again, *repeated, first = capsys.readouterr().out.splitlines()
+    again, *repeated, difference = capsys.readouterr().out.splitlines()
     assert again == agreed
     for run_dir, line in zip("ab", repeated, strict=True):
         checkpoint = Path(run_dir, "checkpoints/step_00000004")
         assert re.match(f"repeating .* 5 to 5 of {run_dir} .*{checkpoint}$", line)
-    assert re.search(f"first differ .*{place}: output of loss$", first)
+    assert re.search(f"first differ .*{position}: output of loss$", difference)
     assert main(["bisect", "a", "c"]) == 2
     assert re.search("c has no ledger.*`ledger: {every_steps: 10}`", capsys.readouterr().err)
     assert main(["bisect", "a"]) == 2
@@ -262,5 +262,5 @@ def test_runs_of_two_ranks_are_repeated_on_two(config: Path) -> None:
         assert done.returncode == 0, done.stderr
     done = ended(*COMMAND, "bisect", "a", "b")
     assert (done.returncode, done.stderr) == (3, "")
-    last = done.stdout.splitlines()[-1]
-    assert re.search(r"differ .*step 3, rank 1, data: batch\.0$", last)
+    difference = done.stdout.splitlines()[-1]
+    assert re.search(r"differ .*step 3, rank 1, data: batch\.0$", difference)

@@ -176,8 +176,8 @@ def test_a_run_that_resumes_exactly_passes_and_is_kept(
     runs = tmp_path / "runs"
     words = ["verify-resume", str(config), f"{DATA}.WithGlobal", "--run-dir", str(runs)]
     assert main([*words, "--kill-at", "4"]) == 0
-    first, killed, same = capsys.readouterr().out.splitlines()
-    assert re.search("uninterrupted .* 12 steps$", first)
+    uninterrupted, killed, same = capsys.readouterr().out.splitlines()
+    assert re.search("uninterrupted .* 12 steps$", uninterrupted)
     assert re.search("killed .*step 4, resumed .*step 2$", killed)
     assert re.search(f"same .*: {SAME}$", same)
     assert read_ledger(runs / "killed").steps == [0, 1, 2, 3, 4]

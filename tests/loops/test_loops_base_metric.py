@@ -179,6 +179,22 @@ class _Batches:
         return iter(self._batches)
 
 
+class _OwnReset(Seen):
+    def reset(self) -> None:
+        self._results = []
+
+
+def _orders_with_an_own_reset() -> list[list[float]]:
+    loop = ValLoop(DataLoader(make_samples(7), batch_size=2), {"seen": _OwnReset()})
+    runs = [loop.run(LoopState(SingleDevice(Scores())), HookList()) for _ in range(2)]
+    return [[values[f"seen/number/{index}"] for index in range(7)] for values in runs]
+
+
+def test_a_metric_may_have_a_reset_of_its_own() -> None:
+    for orders in run_ranks(_orders_with_an_own_reset, 3):
+        assert orders == [[float(number) for number in range(7)]] * 2
+
+
 class _Look(Hook):
     def __init__(self, metric: Any) -> None:
         self._metric = metric
@@ -189,13 +205,13 @@ class _Look(Hook):
 
 def _values_with_a_look() -> list[float]:
     metric = MulticlassAccuracy(num_classes=2, average="micro")
-    rank = dist.get_rank()
-    batch = [torch.eye(2), torch.tensor([0, 1 - rank]), torch.arange(2)]
+    # Rank 0 has two of two right, the others have one.
+    batch = [torch.eye(2), torch.tensor([0, int(dist.get_rank() == 0)]), torch.arange(2)]
     loop = ValLoop([batch], {"accuracy": metric}, per_rank=True)
     state = LoopState(SingleDevice(Scores()))
     return [loop.run(state, HookList([_Look(metric)]))["accuracy"] for _ in range(3)]
 
 
 def test_a_hook_may_compute_a_metric_during_the_evaluation() -> None:
-    # Rank 0 has two of two right, rank 1 has one.
-    assert run_ranks(_values_with_a_look, 2) == [[0.75] * 3] * 2
+    values = run_ranks(_values_with_a_look, 3)
+    assert values == [[pytest.approx(4 / 6)] * 3] * 3

@@ -186,18 +186,18 @@ def test_exact_values_of_an_unfinished_interval_are_restored(folds: bool, tmp_pa
             mixed = {"mixed": 0.1 * step if step % 2 else torch.tensor(0.1 * step)}
             buffer.append((step, {**numbers, **tensors, **mixed, "numpy": numpy.float32(step) / 7}))
 
-    whole, before, after = LogBuffer(), LogBuffer(), LogBuffer()
-    fill(whole, range(20))
+    uninterrupted, before, after = LogBuffer(), LogBuffer(), LogBuffer()
+    fill(uninterrupted, range(20))
     fill(before, range(20))
     if folds:
-        whole.fold()
+        uninterrupted.fold()
         before.fold()
     torch.save(before.state_dict(), tmp_path / "logs.pt")
     saved = torch.load(tmp_path / "logs.pt", weights_only=False)
     after.load_state_dict(saved, torch.device("cpu"))
-    fill(whole, range(20, 31))
+    fill(uninterrupted, range(20, 31))
     fill(after, range(20, 31))
-    want, means = whole.means(), after.means()
+    want, means = uninterrupted.means(), after.means()
     assert {
         name: str(mean.dtype) for name, mean in means.items() if name in ("float", "numpy")
     } == {
@@ -209,9 +209,9 @@ def test_exact_values_of_an_unfinished_interval_are_restored(folds: bool, tmp_pa
         assert torch.equal(mean, want[name]), name
 
 
-@pytest.mark.parametrize("first", [0.5, torch.tensor(0.5)])
+@pytest.mark.parametrize("number", [0.5, torch.tensor(0.5)])
 def test_numbers_next_to_tensors_of_a_device_without_float64(
-    first: Any, monkeypatch: pytest.MonkeyPatch
+    number: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The meta device stands for one without float64."""
     monkeypatch.setattr(
@@ -220,7 +220,7 @@ def test_numbers_next_to_tensors_of_a_device_without_float64(
         lambda device: torch.float64 if device.type == "cpu" else torch.float32,
     )
     buffer = LogBuffer()
-    for step, value in enumerate([first, torch.tensor(1.5, device="meta"), 2.5]):
+    for step, value in enumerate([number, torch.tensor(1.5, device="meta"), 2.5]):
         buffer.append((step, {"value": value}))
     mean = buffer.means()["value"]
     assert (mean.device.type, mean.dtype) == ("meta", torch.float32)

@@ -240,21 +240,21 @@ EXACT_ROWS: list[Any] = [
 
 
 @pytest.mark.parametrize("first_rows", [1, 1024])
-@pytest.mark.parametrize(("first", "last", "read_first", "read_last"), EXACT_ROWS)
+@pytest.mark.parametrize(("early", "late", "read_early", "read_late"), EXACT_ROWS)
 def test_parquet_has_the_fields_of_all_samples(
-    first: Any, last: Any, read_first: Any, read_last: Any, first_rows: int, tmp_path: Path
+    early: Any, late: Any, read_early: Any, read_late: Any, first_rows: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "predictions.parquet"
-    _predict_rows(path, [first] * first_rows + [last])
+    _predict_rows(path, [early] * first_rows + [late])
     rows = parquet.read_table(path).to_pylist()
-    assert repr(rows[0]) == repr({"index": 0, **read_first})
-    assert repr(rows[-1]) == repr({"index": first_rows, **read_last})
+    assert repr(rows[0]) == repr({"index": 0, **read_early})
+    assert repr(rows[-1]) == repr({"index": first_rows, **read_late})
     assert len(rows) == first_rows + 1
 
 
 @pytest.mark.parametrize("first_rows", [1, 1024])
 @pytest.mark.parametrize(
-    ("first", "last", "message"),
+    ("early", "late", "message"),
     [
         (True, 5, "'v' has bool before and int64 here"),
         (5, True, "'v' has int64 before and bool here"),
@@ -269,11 +269,11 @@ def test_parquet_has_the_fields_of_all_samples(
     ],
 )
 def test_parquet_refuses_values_that_it_would_change(
-    first: Any, last: Any, message: str, first_rows: int, tmp_path: Path
+    early: Any, late: Any, message: str, first_rows: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "predictions.parquet"
     with pytest.raises(ValueError, match=f"sample {first_rows}: .*{message}.* to .jsonl"):
-        _predict_rows(path, [{"v": first}] * first_rows + [{"v": last}])
+        _predict_rows(path, [{"v": early}] * first_rows + [{"v": late}])
     assert list(tmp_path.iterdir()) == []
 
 

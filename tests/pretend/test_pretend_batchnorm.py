@@ -1,8 +1,9 @@
-"""Synchronised BatchNorm over two ranks with a device each: values, waits and late errors."""
+"""Synchronised BatchNorm over three ranks with a device each: values, waits and late errors."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,8 @@ def compare(dtype, mean=0.0, **options):
     for _ in range(3):
         whole = (torch.randn(5, 3, 4, 4) + mean).to(dtype).double()
         cotangent = torch.randn(5, 3, 4, 4).to(dtype).double()
-        samples = slice(0, 2) if rank == 0 else slice(2, 5)
+        # Rank 1 has no samples.
+        samples = (slice(0, 2), slice(2, 2), slice(2, 5))[rank]
         x, dy = (tensor[samples].to(dtype).cuda() for tensor in (whole, cotangent))
         x.requires_grad_()
         whole.requires_grad_()
@@ -50,7 +52,11 @@ def compare(dtype, mean=0.0, **options):
             y.backward(dy)
         pairs = [(y, expected[samples]), (x.grad, whole.grad[samples])]
         pairs += zip(layer.buffers(), plain.buffers())
-        errors += [(value.double().cpu() - right).abs().max().item() for value, right in pairs]
+        errors += [
+            (value.double().cpu() - right).abs().max().item()
+            for value, right in pairs
+            if value.numel()
+        ]
     gradients = torch.stack([layer.weight.grad, layer.bias.grad]).double().cpu()
     dist.all_reduce(gradients)
     expected = torch.stack([plain.weight.grad, plain.bias.grad])
@@ -69,13 +75,13 @@ def values():
 
 
 def left_out():
-    "Return the means of the ranks after rank 1 and after all ranks were left out."
+    "Return the means of the ranks after rank 2 and after all ranks were left out."
     x = torch.full((4, 3, 2, 2), float(dist.get_rank() + 1))
     x[:, :, 0] += 1
     x = x.cuda().requires_grad_()
     layer = SynchronizedBatchNorm2d(3, momentum=1.0).cuda()
     means = []
-    for uncounted_ranks in ([], [], [1], [0, 1]):
+    for uncounted_ranks in ([], [], [2], [0, 1, 2]):
         layer.leaves_out = dist.get_rank() in uncounted_ranks
         y = layer(x)
         y.sum().backward()
@@ -84,11 +90,11 @@ def left_out():
 
 
 def different_order(layers, x):
-    return layers[dist.get_rank()](x)
+    return layers[dist.get_rank() % 2](x)
 
 
 def one_value(layers, x):
-    return layers[0](x[: 1 - dist.get_rank(), :, :1, :1])
+    return layers[0](x[: int(dist.get_rank() == 0), :, :1, :1])
 
 
 def failure(layers, x):
@@ -130,7 +136,7 @@ def main():
 
 
 if __name__ == "__main__":
-    print(json.dumps(launch(main, nproc=2, timeout_s=60)))
+    print(json.dumps(launch(main, nproc=3, oversubscribe=True, timeout_s=60)))
 """
 
 
@@ -139,6 +145,7 @@ def _run(folder: Path, function: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "program.py", function],
         cwd=folder,
+        env={**os.environ, "PRETEND_CUDA": "3"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -151,17 +158,19 @@ def _run(folder: Path, function: str) -> dict[str, Any]:
 
 def test_values_without_waits(tmp_path: Path) -> None:
     bounds = {"float64": 1e-11, "bfloat16": 2e-2}
-    for results in _run(tmp_path, "values").values():
+    for rank, results in _run(tmp_path, "values").items():
         for name, (error, waits, launches) in results.items():
             assert error <= bounds.get(name, 1e-6), name
             assert waits == [], name
-            assert launches <= (80 if name != "precision fp64" else 105), name
+            # A rank without samples merges the moments of the others by ordinary operations.
+            if rank != "1":
+                assert launches <= (80 if name != "precision fp64" else 105), name
 
 
 def test_ranks_that_are_left_out(tmp_path: Path) -> None:
     for means, num_batches, is_finite in _run(tmp_path, "left_out").values():
-        # The values are 1 and 2 on rank 0, and 2 and 3 on rank 1.
-        assert means == [2.0, 2.0, 1.5, 1.5]
+        # The means of the ranks are 1.5, 2.5 and 3.5.
+        assert means == [2.5, 2.5, 2.0, 2.0]
         assert num_batches == 3
         assert is_finite
 
@@ -169,9 +178,9 @@ def test_ranks_that_are_left_out(tmp_path: Path) -> None:
 def test_mistakes_are_nan_and_then_an_error(tmp_path: Path) -> None:
     errors = _run(tmp_path, "mistakes")
     expected = {
-        "different_order": ("CollectiveError", "[0] and [1]", "different calls"),
+        "different_order": ("CollectiveError", "[0, 2] and [1]", "different calls"),
         "one_value": ("ValueError", "more than 1 value"),
-        "failure": ("CollectiveError", "failed on ranks [1]"),
+        "failure": ("CollectiveError", "failed on ranks [1, 2]"),
         "gradients_of_one_rank": ("CollectiveError", "requires a gradient"),
     }
     for mistake, facts in expected.items():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from waits import in_group
+from waits import single_rank_group
 
 from stepwrap.loops import EpochTrainLoop, Hook, LoopState
 from stepwrap.runner import Runner
@@ -106,7 +106,7 @@ def train_by_runner(wrapper: str, optimizer_name: str, folder: Path) -> Any:
 def test_a_step_launches_what_a_hand_written_one_does(
     wrapper: str, optimizer: str, tmp_path: Path
 ) -> None:
-    with nullcontext() if wrapper == "single" else in_group(tmp_path):
+    with nullcontext() if wrapper == "single" else single_rank_group(tmp_path):
         by_hand = train_by_hand(wrapper, optimizer)
         ours = train_by_runner(wrapper, optimizer, tmp_path)
     steps = STEPS - WARM_UP

@@ -11,8 +11,9 @@ from stepwrap.wrappers import OptimWrapper, StepDataParallel, SupervisedModel
 pytestmark = pytest.mark.pretend
 
 
+@pytest.mark.parametrize("devices", [[0, 1], [0, 1, 0]])
 @pytest.mark.parametrize("ignored", [3, 4, 8])
-def test_tokens_of_two_devices(ignored: int) -> None:
+def test_tokens_of_two_devices(ignored: int, devices: list[int]) -> None:
     """The loss of a batch is the mean over its targets, even if the second copy has none."""
     torch.manual_seed(0)
     net = nn.Linear(3, 5)
@@ -21,7 +22,7 @@ def test_tokens_of_two_devices(ignored: int) -> None:
     loss = nn.functional.cross_entropy(net(inputs), targets, reduction="sum") / max(8 - ignored, 1)
     expected = torch.autograd.grad(loss, net.weight)[0]
     model = SupervisedModel(net, nn.CrossEntropyLoss()).cuda()
-    wrapper = StepDataParallel(model, [0, 1])
+    wrapper = StepDataParallel(model, devices)
     optim = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=1.0), loss_weight="tokens")
     before = net.weight.detach().clone()
     wrapper.train_step((inputs, targets), optim)

@@ -303,8 +303,8 @@ def test_a_definition_that_was_never_imported_is_found(write: Write) -> None:
     write("odd.py", "class Seen(:\n")
     unseen, plain = miss(MODELS, "Seen"), miss(MODELS, "other.Plain")
     where = str(Path("zoo/models.py"))
-    seen = rf"Seen .*{where}:3 .*never imported: add zoo\.models to imports$"
-    assert re.search(seen, unseen)
+    location = rf"Seen .*{where}:3 .*never imported: add zoo\.models to imports$"
+    assert re.search(location, unseen)
     assert re.search(rf"{where}:5 .*never imported: .*type: zoo\.models\.Plain$", plain)
 
 

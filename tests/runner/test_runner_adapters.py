@@ -409,8 +409,8 @@ def test_without_peft_the_error_names_the_extra(
     (run / "tuned.yaml").write_text("_base_: points.yaml\nadapter:\n  r: 2\n  rank: 2\n")
     for command in ("check", "train"):
         assert main([command, "tuned.yaml"]) == 2
-        first = capsys.readouterr().err.splitlines()[0]
-        assert re.match(r"tuned\.yaml:2: adapter: .*pip install 'stepwrap\[peft\]'$", first)
+        message = capsys.readouterr().err.splitlines()[0]
+        assert re.match(r"tuned\.yaml:2: adapter: .*pip install 'stepwrap\[peft\]'$", message)
     with pytest.raises(ImportError, match=r"need peft: pip install 'stepwrap\[peft\]'"):
         add_adapter(nn.Linear(2, 2), None)
 

@@ -351,10 +351,10 @@ def test_a_missing_library_is_one_line(here: Path, capfd: pytest.CaptureFixture[
     _, err = capfd.readouterr()
     title, *lines = err.splitlines()
     assert title.startswith("Changes the result")
-    first, second = (line.strip() for line in lines)
-    assert first.startswith("mm.py:1: default_scope: install nolibrary ")
-    assert first.endswith(" ImageClassifier, ImageNet, ForeignAccuracy")
-    assert re.fullmatch(r"install absent_library .* absent_library\.Score", second)
+    missing_config, missing_metric = (line.strip() for line in lines)
+    assert missing_config.startswith("mm.py:1: default_scope: install nolibrary ")
+    assert missing_config.endswith(" ImageClassifier, ImageNet, ForeignAccuracy")
+    assert re.fullmatch(r"install absent_library .* absent_library\.Score", missing_metric)
 
 
 def test_base_files(here: Path) -> None:

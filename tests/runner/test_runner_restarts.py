@@ -88,8 +88,8 @@ def test_the_same_error_at_the_same_step_three_times_ends_the_training(
     assert code == 1
     lines = err.splitlines()
     restarts = [line for line in lines if line.startswith("restarting")]
-    for line, left in zip(restarts, (8, 7), strict=True):
-        assert re.search(f"only rank .*run/checkpoints/step_00000009; {left} of 9 ", line)
+    for line, remaining in zip(restarts, (8, 7), strict=True):
+        assert re.search(f"only rank .*run/checkpoints/step_00000009; {remaining} of 9 ", line)
     failed = "^rank 0 failed .*step 10: ValueError: sample 41 is broken$"
     assert len(re.findall(failed, err, re.M)) == 3
     (message,) = (n for n, line in enumerate(lines) if line.startswith("not restarted: "))

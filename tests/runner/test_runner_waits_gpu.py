@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
-from waits import counting_waits, in_group
+from waits import counting_waits, single_rank_group
 
 from stepwrap.diagnostics import LedgerHook
 from stepwrap.loops import (
@@ -62,14 +62,14 @@ class Pair(BaseModel):
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapperDict) -> dict[str, Tensor]:
         inputs, target = self.data_preprocessor(data, training=True)
-        first, second = optim_wrapper["first"], optim_wrapper["second"]
-        with first.optim_context(self.first):
+        encoder, head = optim_wrapper["first"], optim_wrapper["second"]
+        with encoder.optim_context(self.first):
             reconstruction = nn.functional.mse_loss(self.first(inputs), inputs)
-        first.update_params(reconstruction)
-        with second.optim_context(self.second):
+        encoder.update_params(reconstruction)
+        with head.optim_context(self.second):
             features = self.first(inputs).detach()
             loss = nn.functional.cross_entropy(self.second(features), target)
-        second.update_params(loss)
+        head.update_params(loss)
         return {"loss": loss.detach(), "reconstruction": reconstruction.detach()}
 
 
@@ -253,7 +253,7 @@ def make_cases() -> list[Any]:
 @pytest.mark.parametrize(("wrapper", "setting"), make_cases())
 def test_waits(wrapper: str, setting: str, tmp_path: Path) -> None:
     needs_group = wrapper in ("ddp", "fsdp", "separate")
-    with in_group(tmp_path) if needs_group else nullcontext():
+    with single_rank_group(tmp_path) if needs_group else nullcontext():
         waits = count_waits(wrapper, SETTINGS[setting], tmp_path)
     limits = get_limits(wrapper, setting)
     too_many = {

@@ -159,7 +159,7 @@ def test_sharded_scaler() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@on_ranks(2)
+@on_ranks(3)
 def test_an_update_is_skipped_if_all_ranks_overflow(fused: bool) -> None:
     torch.manual_seed(0)
     wrapper = wrap_model("fsdp", SupervisedModel(nn.Linear(2, 2), nn.MSELoss()))

@@ -65,8 +65,8 @@ def _compare(kind: str, has_norm: bool) -> float:
     optim = OptimWrapper(optimizer, clip_grad={"max_norm": MAX_NORM})
     _train(model, optim, torch.float64)
     plain = make().cuda()
-    whole = [[tensor.cuda() for tensor in batch] for batch in _whole_batches(torch.float64)]
-    train_plainly(plain, whole, momentum=0.9, max_norm=MAX_NORM)
+    batches = [[tensor.cuda() for tensor in batch] for batch in _whole_batches(torch.float64)]
+    train_plainly(plain, batches, momentum=0.9, max_norm=MAX_NORM)
     expected = SupervisedModel(plain, nn.CrossEntropyLoss())
     buffers = dict(model.module.named_buffers())
     weights_apart = apart(whole_weights(model.module), whole_weights(expected))

@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 # Number of eager accumulation windows before the first compiled one. The optimizer creates its
 # state in the first window; the others are timed.
 _EAGER_WINDOWS = 3
-# If no more variants can be compiled, drop existing ones after this many eager steps in a row.
+# If no more variants can be compiled, but existing ones have moved numbers of the optimizer to a
+# GPU, drop them after this many eager steps in a row.
 _UNUSED_STEPS = 100
 # If a model is trained with more optimizer wrappers than this, they are assumed to take turns.
 _MOST_OPTIM_WRAPPERS = 2
@@ -214,7 +215,7 @@ class CompiledStep:
                 self._num_eager = 0
                 return logs
         self._num_eager += 1
-        if self._compiles_no_more and self._num_eager > _UNUSED_STEPS:
+        if self._moved_states and self._compiles_no_more and self._num_eager > _UNUSED_STEPS:
             self.programs.clear()
             self._return_states()
         self._expect_changes()

@@ -98,9 +98,11 @@ class AmpOptimWrapper(OptimWrapper):
         self.scales_losses = self.loss_scaler.is_enabled()
         if self.scales_losses:
             self.gates.gradients = GradientGate()
-        devices = {local_part(param).device for param in get_parameters(optimizer)}
-        is_offloaded = parameter.device.type != self.device_type
-        if enabled and (is_offloaded or len(devices) > 1 or isinstance(optimizer, torch.optim.SGD)):
+        if enabled and (
+            parameter.device.type != self.device_type
+            or len({local_part(param).device for param in get_parameters(optimizer)}) > 1
+            or isinstance(optimizer, torch.optim.SGD)
+        ):
             # A fused SGD that skips its first step would use uninitialised momentum, a fused step
             # on the host would read the flag of infinite gradients before it has arrived, and
             # torch adds up the flags of several devices, but fused steps look for 1.
