@@ -402,7 +402,7 @@ class _LastStep:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._end = torch.cuda.Event()
+        self._end = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def note_end(self) -> None:
         """Note that the work of the last step is in the device's current stream."""
