@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from ..collectives import comm_device
+from ..collectives.process.ranks import comm_device
 from ..primitives.tensor_bits import widened
 
 if TYPE_CHECKING:

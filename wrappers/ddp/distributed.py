@@ -21,17 +21,11 @@ from ..layout import unreduced
 from ..sharding.mesh import require_process_group, warn_of_gloo
 from ..steps.plain_models import prepare_steps
 from ..steps.step import ModelWrapper, reject_model_train_step
-from ..steps.step_checks import (
-    AveragingWatch,
-    DifferentGradientsError,
-    LayoutWatch,
-    ThawWatch,
-    averaging_wrappers,
-    check_same_model,
-)
+from ..steps.step_checks import DifferentGradientsError, averaging_wrappers
 from ..torch_functions import check_options, option_names, refuse_double_backward
 from .buckets import FixedBuckets
 from .comm_hooks import read_comm_hook, unannotated
+from .replica_checks import AveragingWatch, LayoutWatch, ThawWatch, check_same_model
 
 _STATIC = (
     "is incomplete under static_graph, which averages the gradients after the inner backward; "

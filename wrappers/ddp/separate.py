@@ -16,8 +16,8 @@ from ..sharding.mesh import require_process_group, warn_of_gloo
 from ..steps.plain_models import prepare_steps
 from ..steps.preprocess import get_device
 from ..steps.step import ModelWrapper
-from ..steps.step_checks import LayoutWatch, ThawWatch, check_same_model
 from .distributed import REPLACED, StepDistributedDataParallel
+from .replica_checks import LayoutWatch, ThawWatch, check_same_model
 
 # Options of the whole model, which children do not have.
 _NOT_FOR_CHILDREN = ("detect_anomalous_params", "sync_batchnorm", "uneven_inputs")
