@@ -44,15 +44,18 @@ def seed_rng(seed: int) -> None:
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
     """Return the streams of Python, torch and NumPy as tensors and numbers.
 
-    ``device`` is the device of the model. A resumed run restores its stream on the device of the
-    model there, and the streams of all CUDA devices, which ``DataParallel`` uses, by index.
+    ``device`` is the device of the model; without it, or if it is the CPU, the stream of an
+    accelerator is captured if this process uses one. A resumed run restores the stream on the
+    device of its model, and the streams of all devices, which ``DataParallel`` uses, by index.
     """
     streams: dict[str, Any] = {"python": _python_state(random), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        streams["cuda"] = torch.cuda.get_rng_state(_cuda(device))
-        streams["cuda_devices"] = torch.cuda.get_rng_state_all()
-    if (accelerator := _other_accelerator(device)) is not None:
-        streams[accelerator.type] = _device_module(accelerator).get_rng_state(*_index(accelerator))
+    accelerator = device if has_own_stream(device) else used_accelerator()
+    if accelerator is not None:
+        module: Any = torch.get_device_module(accelerator)
+        streams[accelerator.type] = module.get_rng_state(accelerator)
+        # torch.mps has one device.
+        if hasattr(module, "get_rng_state_all"):
+            streams[f"{accelerator.type}_devices"] = module.get_rng_state_all()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
@@ -67,18 +70,17 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def restore_rng(streams: dict[str, Any], device: torch.device | None = None) -> None:
-    """Restore the streams of ``capture_rng``; skip CUDA or NumPy if this process lacks them."""
+    """Restore the streams of ``capture_rng``; skip those that this process lacks."""
     _set_python_state(random, streams["python"])
     torch.set_rng_state(streams["torch"])
-    if "cuda" in streams and torch.cuda.is_available():
+    accelerator = device if has_own_stream(device) else _present_accelerator()
+    if accelerator is not None and accelerator.type in streams:
+        module: Any = torch.get_device_module(accelerator)
         # Checkpoints of earlier releases lack the streams of all devices.
-        for index, state in enumerate(streams.get("cuda_devices", ())):
-            if index < torch.cuda.device_count():
-                torch.cuda.set_rng_state(state, index)
-        torch.cuda.set_rng_state(streams["cuda"], _cuda(device))
-    if (accelerator := _other_accelerator(device)) is not None and accelerator.type in streams:
-        state = streams[accelerator.type]
-        _device_module(accelerator).set_rng_state(state, *_index(accelerator))
+        for index, state in enumerate(streams.get(f"{accelerator.type}_devices", ())):
+            if index < module.device_count():
+                module.set_rng_state(state, index)
+        module.set_rng_state(streams[accelerator.type], accelerator)
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in streams:
         saved = streams["numpy"]
@@ -189,23 +191,23 @@ def preserved_generators(owners: Iterable[Any]) -> Iterator[None]:
             set_generator_state(generator, state)
 
 
-def _other_accelerator(device: torch.device | None) -> torch.device | None:
-    """Return an XPU, MPS or other device with a random stream of its own, except CUDA devices."""
-    is_other = device is not None and device.type not in ("cpu", "cuda", "meta")
-    return device if is_other else None
+def has_own_stream(device: torch.device | None) -> bool:
+    """Return whether random numbers on ``device`` do not come from the stream of the CPU."""
+    return device is not None and device.type not in ("cpu", "meta")
 
 
-def _device_module(device: torch.device) -> Any:
-    return torch.get_device_module(device.type)
+def used_accelerator() -> torch.device | None:
+    """Return the kind of accelerator that this process uses; None for only the CPU."""
+    device = _present_accelerator()
+    if device is None:
+        return None
+    # torch.mps does not know whether it is used.
+    is_used = getattr(torch.get_device_module(device), "is_initialized", lambda: True)
+    return device if is_used() else None
 
 
-def _index(device: torch.device) -> tuple[torch.device, ...]:
-    # There is only one MPS device, and its functions take none.
-    return () if device.type == "mps" else (device,)
-
-
-def _cuda(device: torch.device | None) -> torch.device:
-    return device if device is not None and device.type == "cuda" else torch.device("cuda")
+def _present_accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator(check_available=True)
 
 
 class DataGenerators:

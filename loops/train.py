@@ -266,8 +266,8 @@ class EpochTrainLoop(_TrainLoop):
             ``ValLoop.try_batch``.
         skip_steps: numbers of steps, counted from 1 as in the log records, or ranges such as
             "1200-1210". These steps are counted but make no update; see docs/hooks.md.
-        prefetch_to_device: copy each batch to the model's CUDA device on a separate stream, and
-            read one batch ahead when that cannot affect a resumed run; see docs/configs.md.
+        prefetch_to_device: copy each batch to the model's CUDA device or XPU on a separate stream,
+            and read one batch ahead when that cannot affect a resumed run; see docs/configs.md.
         per_rank: whether ``dataloader`` gives each rank its own data. If false, the ranks compare
             their first batches, and divide them if they are the same; see docs/data.md.
 

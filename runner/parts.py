@@ -28,6 +28,7 @@ from ..loops import (
     seed_rng,
 )
 from ..loops.data.loaders import FirstBatches
+from ..loops.data.tensors import can_pin_memory
 from ..loops.metrics.directions import find_directions
 from ..loops.rng import preserved_rng
 from ..registry import (
@@ -261,7 +262,8 @@ def _build_seeded_loader(run: RunSections, name: str, *, share: _DataShare) -> A
             options["in_memory"] = device_of_rank(run) if on_device else section.in_memory
             if section.pin_memory == "auto":
                 # Pinned memory needs a CUDA context, and only copies to the device use it.
-                options["pin_memory"] = device_of_rank(run).type == "cuda" and not share.one_batch
+                copies = device_of_rank(run).type != "cpu" and not share.one_batch
+                options["pin_memory"] = copies and can_pin_memory()
             loader = build_loader(
                 dataset,
                 # A loader for training repeats samples, so that all ranks have the same number;

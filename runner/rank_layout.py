@@ -44,9 +44,12 @@ AUTO_TABLES = ("single", "ddp", "fsdp")
 
 def device_of_rank(run: RunSections) -> torch.device:
     """Return the device on which this rank trains."""
-    if run.device == "cpu" or not torch.cuda.is_available():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    name = "cuda" if run.device == "auto" else run.device
+    if accelerator is None or accelerator.type != name:
         return torch.device("cpu")
-    return device_of_local_rank()
+    # A run on devices of other types has one process.
+    return device_of_local_rank() if name == "cuda" else torch.device(name, 0)
 
 
 def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, Mesh | None]:
@@ -56,9 +59,9 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
     added or, with ``init_device: meta``, after the model is wrapped.
     """
     device = device_of_rank(run)
-    if device.type == "cuda":
+    if device.type != "cpu":
         # A model or a loss may create tensors on "cuda", which must mean this rank's device.
-        torch.cuda.set_device(device)
+        torch.accelerator.set_device_index(device)
     mesh = None
     if run.mesh:
         # `stepwrap check` builds a run of several ranks in one process.

@@ -65,8 +65,7 @@ def _misfits(run: RunSections, ranks: int, faulty: frozenset[str]) -> Iterator[P
 
     Sections in ``faulty`` have mistakes already and are not checked again.
     """
-    if run.device == "cuda" and not torch.cuda.is_available():
-        yield Problem("device", "is cuda, but torch finds no CUDA device on this machine")
+    yield from _device_problems(run, ranks)
     if "nccl" in run.launch.backend and not torch.cuda.is_available():
         message = "is nccl, but torch finds no CUDA device on this machine; use gloo or auto"
         yield Problem("launch.backend", message)
@@ -85,6 +84,18 @@ def _misfits(run: RunSections, ranks: int, faulty: frozenset[str]) -> Iterator[P
         yield from _uneven_problems(run)
     if not faulty & {"optimizer", "optim_wrapper"}:
         yield from _weight_problems(run)
+
+
+def _device_problems(run: RunSections, ranks: int) -> Iterator[Problem]:
+    if run.device in ("auto", "cpu"):
+        return
+    name, accelerator = run.device, torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != name:
+        message = f"is {name}, but torch finds no {name.upper()} device on this machine"
+        yield Problem("device", message)
+    if name != "cuda" and ranks > 1:
+        message = f"is {name}, on which a run has one process, but there are {ranks}: use --nproc 1"
+        yield Problem("device", message)
 
 
 def _remote_paths(run: RunSections) -> Iterator[Problem]:

@@ -25,7 +25,7 @@ from ..rng import DataGenerators, mix_seed, preserved_generators, preserved_rng,
 from ..state import Stateful
 from .collate import prepare_dataset
 from .sampler import BatchIndices, ShardedBatchSampler, find_sampler
-from .tensors import TensorLoader, selects_rows
+from .tensors import TensorLoader, can_pin_memory, selects_rows
 from .workers import (
     EpochStream,
     WorkerCollate,
@@ -172,7 +172,7 @@ def _complete(
     options["generator"] = torch.Generator().manual_seed(seed)
     persistent = options.pop("persistent_workers", True)
     if options.setdefault("pin_memory", "auto") == "auto":
-        options["pin_memory"] = torch.cuda.is_available()
+        options["pin_memory"] = can_pin_memory()
     if options["num_workers"]:
         options["persistent_workers"] = persistent
         options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))

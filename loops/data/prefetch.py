@@ -17,12 +17,13 @@ _END = object()
 def prefetch_to_device(
     batches: Iterable[Any], device: torch.device | str, *, ahead: bool = True
 ) -> Iterator[Any]:
-    """Return an iterator over ``batches``, copied to ``device`` if it is a CUDA device.
+    """Return an iterator over ``batches``, copied to ``device`` if it has streams.
 
     The copies run on a separate stream during the current step; copies from pinned memory do not
     block this process. Tensors and objects with ``to(device, non_blocking)`` and
     ``record_stream(stream)`` are copied, also inside lists, tuples and mappings (which become
-    dicts). Other objects are returned unchanged. On other devices nothing is copied.
+    dicts). Other objects are returned unchanged. CUDA devices and XPUs have streams; CPUs and MPS
+    devices have none, and nothing is copied.
 
     Args:
         batches: the batches of a loader.
@@ -31,7 +32,8 @@ def prefetch_to_device(
             save or draws random numbers in this process: a resumed run would differ with True.
     """
     device = torch.device(device)
-    if device.type != "cuda":
+    is_host = device.type in ("cpu", "meta")
+    if is_host or not hasattr(torch.get_device_module(device), "Stream"):
         return _one_ahead(batches) if ahead else iter(batches)
     copies = _copies(batches, device)
     return _arriving(_one_ahead(copies) if ahead else copies, device)
@@ -66,21 +68,23 @@ def _one_ahead(batches: Iterable[Any]) -> Iterator[Any]:
 
 def _copies(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     """Yield the copies of batches before they are complete, with an event for their completion."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    module: Any = torch.get_device_module(device)
+    stream = module.Stream(device)
     for batch in batches:
-        user = torch.cuda.current_stream(device)
-        with torch.cuda.stream(stream):
+        user = module.current_stream(device)
+        with module.stream(stream):
             copy = _copied(batch, device, user)
         yield copy, stream.record_event()
 
 
 def _arriving(copies: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    module: Any = torch.get_device_module(device)
     for batch, arrived in copies:
-        torch.cuda.current_stream(device).wait_event(arrived)
+        module.current_stream(device).wait_event(arrived)
         yield batch
 
 
-def _copied(data: Any, device: torch.device, user: torch.cuda.Stream) -> Any:
+def _copied(data: Any, device: torch.device, user: torch.Stream) -> Any:
     if hasattr(data, "record_stream"):
         copy = data.to(device, non_blocking=True)
         # Do not reuse the memory before the stream `user` has finished with it.

@@ -66,7 +66,7 @@ class TensorLoader(DataLoader[Any]):
         if not is_same or len(present) != len(self._sources):
             self._read_tensors()
         device = self._tensors[0].device
-        pin = self.pin_memory and device.type == "cpu" and torch.accelerator.is_available()
+        pin = self.pin_memory and device.type == "cpu" and can_pin_memory()
         return self._batches(self._rows(device), pin)
 
     def _batches(self, rows: Iterable[Tensor], pin: bool = False) -> Iterator[Any]:
@@ -136,6 +136,13 @@ def _listed(declared: Any) -> list[Any]:
     if isinstance(declared, Mapping):
         return list(declared.values())
     return list(declared) if isinstance(declared, Sequence) else []
+
+
+def can_pin_memory() -> bool:
+    """Return whether there is an accelerator whose copies are faster from pinned memory."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    # For MPS, torch's loaders do not pin, and its tensors raise an error.
+    return device is not None and device.type != "mps"
 
 
 def selects_rows(dataset: Any, in_memory: Any, num_workers: int, collate: Any) -> bool:

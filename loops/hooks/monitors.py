@@ -240,7 +240,7 @@ class ThroughputHook(Hook):
         self._limits, state.limits = SpeedLimits(), {}
         self._forward.attach(state.model)
         device = get_device(state.model)
-        self._last_step = _LastStep(device) if device.type == "cuda" else None
+        self._last_step = None if device.type == "cpu" else _LastStep(device)
         self._start_interval(state.step, perf_counter())
 
     def on_epoch_start(self, state: LoopState) -> None:
@@ -398,19 +398,19 @@ class _ForwardTimer:
 
 
 class _LastStep:
-    """Tell whether a CUDA device still works on the last step."""
+    """Tell whether an accelerator still works on the last step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._end = torch.Event(device)
 
     def note_end(self) -> None:
         """Note that the work of the last step is in the device's current stream."""
-        torch.cuda.current_stream(self._device).record_event(self._end)
+        torch.accelerator.current_stream(self._device).record_event(self._end)
 
     def is_running(self) -> bool:
         # An event that was never recorded is complete.
-        return not self._end.query()  # type: ignore[no-untyped-call]
+        return not self._end.query()
 
 
 def _devices(model: nn.Module) -> int:

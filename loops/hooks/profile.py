@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from ...collectives import get_rank
 from ...registry import HOOKS
 from ..hook import Hook, Scalars
+from ..rng import used_accelerator
 from ..state import LoopState
 
 logger = logging.getLogger(__name__)
@@ -137,10 +138,8 @@ class ProfileHook(Hook):
 
 
 def create_profiler(*, record_shapes: bool = False) -> profile:
-    """Return a profiler of the CPU and, if there is one, of the GPU."""
-    kinds = [ProfilerActivity.CPU]
-    kinds += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    return profile(activities=kinds, record_shapes=record_shapes)
+    """Return a profiler of the CPU and of the accelerators that torch can profile."""
+    return profile(record_shapes=record_shapes)
 
 
 def operations_table(events: Sequence[Any], rows: int = 10) -> str:
@@ -171,9 +170,9 @@ class SystemHook(Hook):
     """Add memory and system statistics to the log records, as means over the ranks.
 
     ``rss_gib`` is the memory of the process, ``cuda_peak_gib`` the highest allocation on its GPU
-    since the last record, ``cpu_cores`` the average number of CPU cores that the process used, and
-    ``disk_free_gib`` the free space of the run folder's disk. The worker processes of a loader are
-    not included.
+    since the last record (``xpu_peak_gib`` on an XPU; torch has none for MPS), ``cpu_cores`` the
+    average number of CPU cores that the process used, and ``disk_free_gib`` the free space of the
+    run folder's disk. The worker processes of a loader are not included.
     """
 
     def __init__(self) -> None:
@@ -186,14 +185,22 @@ class SystemHook(Hook):
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
         now_s, cpu_s = perf_counter(), time.process_time()
         scalars["rss_gib"] = resident_bytes() / _GIB
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            scalars["cuda_peak_gib"] = torch.cuda.max_memory_allocated() / _GIB
-            torch.cuda.reset_peak_memory_stats()
+        if (device := device_with_peak()) is not None:
+            module: Any = torch.get_device_module(device)
+            scalars[f"{device.type}_peak_gib"] = module.max_memory_allocated() / _GIB
+            module.reset_peak_memory_stats()
         scalars["cpu_cores"] = (cpu_s - self._cpu_s) / max(now_s - self._since_s, 1e-9)
         if state.run_dir is not None:
             with suppress(OSError):
                 scalars["disk_free_gib"] = shutil.disk_usage(state.run_dir).free / _GIB
         self._since_s, self._cpu_s = now_s, cpu_s
+
+
+def device_with_peak() -> torch.device | None:
+    """Return the accelerator that this process uses if torch knows its highest allocation."""
+    device = used_accelerator()
+    knows = device is not None and hasattr(torch.get_device_module(device), "max_memory_allocated")
+    return device if knows else None
 
 
 def resident_bytes() -> int:

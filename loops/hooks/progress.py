@@ -35,7 +35,7 @@ from ..metrics.evaluation import WatchedMetric
 from ..skipping.rollback import Rollback
 from ..state import LoopState, Phase
 from .checkpoint import CheckpointHook
-from .profile import resident_bytes
+from .profile import device_with_peak, resident_bytes
 
 _GIB = 2.0**30
 # The size of the file that has the number of the last update.
@@ -215,8 +215,9 @@ class ProgressHook(Hook):
             words = [verb, state.eval_set, f"batch {self._eval_batches}"]
             shown.evaluation = " ".join(filter(None, words))
         words = [f"memory {resident_bytes() / _GIB:.2f} GiB"]
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            words.append(f"GPU {torch.cuda.max_memory_allocated() / _GIB:.2f} GiB")
+        if (device := device_with_peak()) is not None:
+            peak = torch.get_device_module(device).max_memory_allocated()
+            words.append(f"GPU {peak / _GIB:.2f} GiB")
         if self._time_left is not None and self._metric is not None:
             if self._eval_batches is None:
                 self._time_left.update(state)

@@ -156,11 +156,12 @@ def _facts_of_rank(state: LoopState) -> dict[str, Any]:
     local_sizes = {
         name: local_part(param).numel() for name, param in _parameters(state.model).items()
     }
-    on_cuda = device.type == "cuda"
+    # torch.cpu and torch.mps have no names.
+    get_name = getattr(torch.get_device_module(device), "get_device_name", None)
     return {
         "host": socket.gethostname(),
         "device": str(device),
-        "device_name": torch.cuda.get_device_name(device) if on_cuda else platform.machine(),
+        "device_name": platform.machine() if get_name is None else get_name(device),
         "threads": torch.get_num_threads(),
         "held": _grouped(local_sizes),
     }

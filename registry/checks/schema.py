@@ -289,7 +289,7 @@ class RunSections:
             fastest; null keeps torch's setting.
         matmul_precision: of float32 matrix products on CUDA devices; "high" and "medium" round
             their inputs (TF32, bfloat16) and are faster; null keeps torch's setting.
-        device: "auto" selects CUDA devices if there are any.
+        device: "auto" selects CUDA devices if there are any; a run on an XPU or on MPS names it.
         run_dir: the folder of the results; default: ``runs/${name}``.
         tensor_parallel: layers that are split over ranks.
         wrapper: default: ``ddp`` on several processes, otherwise ``single``.
@@ -330,7 +330,7 @@ class RunSections:
     cudnn_benchmark: bool | None = None
     matmul_precision: Literal["highest", "high", "medium"] | None = None
     trace_collectives: bool = False
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
     run_dir: str = ""
     init_device: Literal["auto", "meta"] = "auto"
     load_from: LoadFromSection | str | None = None

@@ -294,7 +294,7 @@ RUN_DIR = click.Option(
     ["--run-dir"], type=path_name, metavar="DIR", help="the run's folder (run_dir)"
 )
 DEVICE = click.Option(
-    ["--device"], type=click.Choice(["auto", "cpu", "cuda"]), help="where to compute"
+    ["--device"], type=click.Choice(["auto", "cpu", "cuda", "xpu", "mps"]), help="where to compute"
 )
 DRY_RUN = flag("dry-run", "run one step of everything, and keep nothing")
 MAX_RESTARTS = click.Option(

@@ -31,6 +31,8 @@ _OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_NOT_SUPPORTED",
+    # The runtime of XPUs.
+    "OUT_OF_DEVICE_MEMORY",
 )
 _STEPS = 2
 
@@ -73,8 +75,8 @@ def try_batch_size(
         return BatchSizeFit.TOO_LARGE
     finally:
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if torch.accelerator.is_available():
+            torch.get_device_module().empty_cache()
 
 
 def _train_briefly(

@@ -1,11 +1,15 @@
-"""Pretend CUDA devices on a build of torch without CUDA.
+"""Pretend devices of CUDA, XPU or MPS on a build of torch for the CPU only.
 
 A tensor on a pretend device is a plain `torch.Tensor` with the device `cuda:0` and the dispatch
 keys of CUDA, whose memory is that of the host. Operations run on the host. What a real device would
 do otherwise is recorded or raised: an operation that waits for the device is noted with its line,
 tensors of two devices raise, a copy that does not wait finishes late, and memory can run out.
 
-They cannot show NCCL itself, races between streams, speed, the numerics of kernels, or Triton.
+PRETEND_CUDA is the number of devices. With PRETEND_KIND=xpu or mps they have that type and torch's
+functions for it; `pretend_kinds.py` lists what differs.
+
+They cannot show NCCL itself, the collectives of XPUs, operations that a device lacks, races between
+streams, speed, the numerics of kernels, or Triton.
 
 `prepare` must be called before torch is imported; `site/sitecustomize.py` does so in each process.
 """
@@ -22,6 +26,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 
 import pretend_build
+from pretend_kinds import KIND
 
 # Why there are no devices although PRETEND_CUDA asks for them.
 reason: str | None = None
@@ -74,8 +79,9 @@ class _TorchLoader(importlib.abc.Loader):
         import pretend_runtime
 
         pretend_operations.install()
-        pretend_runtime.install(self.count)
-        pretend_collectives.install()
+        pretend_runtime.install(pretend_library.device_count)
+        if KIND.type == "cuda":
+            pretend_collectives.install()
 
 
 @dataclass

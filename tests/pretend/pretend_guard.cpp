@@ -1,6 +1,8 @@
-// The parts of a pretend CUDA device that only C++ can give to torch: the current device, pinned
+// The parts of a pretend device that only C++ can give to torch: the current device, pinned
 // memory, the timer of DDP, and the count of allocated bytes. Everything else is Python.
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/MPSHooksInterface.h>
+#include <ATen/detail/XPUHooksInterface.h>
 #include <ATen/dlpack.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
@@ -19,17 +21,20 @@ namespace {
 constexpr int kMaxDevices = 16;
 thread_local int current_device = 0;
 int device_count = 1;
+DeviceType device_type = DeviceType::CUDA;
+// The number of its type in DLPack.
+int dlpack_type = kDLCUDA;
 
 // Streams exist in Python only. Work is done when it is submitted, except for copies, which
 // pretend_runtime.py delays.
 struct PretendGuard final : c10::impl::DeviceGuardImplInterface {
-  DeviceType type() const override { return DeviceType::CUDA; }
+  DeviceType type() const override { return device_type; }
   Device exchangeDevice(Device device) const override {
     const int before = current_device;
     current_device = device.index();
-    return Device(DeviceType::CUDA, before);
+    return Device(device_type, before);
   }
-  Device getDevice() const override { return Device(DeviceType::CUDA, current_device); }
+  Device getDevice() const override { return Device(device_type, current_device); }
   void setDevice(Device device) const override { current_device = device.index(); }
   void uncheckedSetDevice(Device device) const noexcept override { current_device = device.index(); }
   c10::Stream getStream(Device device) const override {
@@ -120,13 +125,27 @@ void delete_block(DLManagedTensor* tensor) {
   deleter(tensor);
 }
 
+// Return the device that owns the memory at an address, which torch asks for an XPU.
+Device device_of(const void* data) {
+  std::lock_guard<std::mutex> lock(memory_mutex);
+  for (const auto& [tensor, block] : blocks) {
+    if (tensor->dl_tensor.data == data) {
+      return Device(device_type, block.device);
+    }
+  }
+  return Device(device_type, 0);
+}
+
 }  // namespace
 
 extern "C" {
 
-void pretend_install(int count) {
+// Register devices of a type such as "xpu".
+void pretend_install(int count, const char* type, int type_in_dlpack) {
   device_count = count;
-  c10::impl::device_guard_impl_registry[static_cast<int>(DeviceType::CUDA)].store(&guard);
+  device_type = Device(type).type();
+  dlpack_type = type_in_dlpack;
+  c10::impl::device_guard_impl_registry[static_cast<int>(device_type)].store(&guard);
 }
 int pretend_get_device() { return current_device; }
 int pretend_set_device(int index) {
@@ -145,7 +164,7 @@ int pretend_has_room(int device, size_t bytes) {
 // Move a tensor that torch has just exported from the host to a device.
 void pretend_move(DLManagedTensor* tensor, int device, size_t bytes) {
   std::lock_guard<std::mutex> lock(memory_mutex);
-  tensor->dl_tensor.device = {kDLCUDA, device};
+  tensor->dl_tensor.device = {static_cast<DLDeviceType>(dlpack_type), device};
   blocks[tensor] = {tensor->deleter, device, bytes, true};
   tensor->deleter = &delete_block;
   add(device, bytes);
@@ -187,18 +206,16 @@ C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, PretendTimer);
 }  // namespace c10d
 
 namespace at {
-struct CUDAHooks : CUDAHooksInterface {
-  explicit CUDAHooks(CUDAHooksArgs) {}
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return device_count > 0; }
+// What the hooks of all types have in common.
+template <class Interface, DeviceType type>
+struct PretendHooks : Interface {
+  bool isBuilt() const override { return device_type == type; }
+  bool isAvailable() const override { return isBuilt() && device_count > 0; }
   void init() const override {}
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
-  bool hasCUDA() const override { return device_count > 0; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex current_device() const override { return ::current_device; }
-  DeviceIndex deviceCount() const override { return device_count; }
-  int getNumGPUs() const override { return device_count; }
+  DeviceIndex deviceCount() const override { return isBuilt() ? device_count : 0; }
   DeviceIndex getCurrentDevice() const override { return ::current_device; }
   void setCurrentDevice(DeviceIndex index) const override { ::current_device = index; }
   DeviceIndex exchangeDevice(DeviceIndex index) const override {
@@ -209,6 +226,30 @@ struct CUDAHooks : CUDAHooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex index) const override {
     return exchangeDevice(index);
   }
+  Device getDeviceFromPtr(void* data) const override { return device_of(data); }
+};
+
+struct CUDAHooks : PretendHooks<CUDAHooksInterface, DeviceType::CUDA> {
+  explicit CUDAHooks(CUDAHooksArgs) {}
+  bool hasCUDA() const override { return isAvailable(); }
+  DeviceIndex current_device() const override { return ::current_device; }
+  int getNumGPUs() const override { return deviceCount(); }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks)
+
+struct XPUHooks : PretendHooks<XPUHooksInterface, DeviceType::XPU> {
+  bool hasXPU() const override { return isAvailable(); }
+  DeviceIndex current_device() const override { return ::current_device; }
+  DeviceIndex getNumGPUs() const override { return deviceCount(); }
+};
+REGISTER_XPU_HOOKS(XPUHooks)
+
+struct MPSHooks : PretendHooks<MPSHooksInterface, DeviceType::MPS> {
+  bool hasMPS() const override { return isAvailable(); }
+  bool isOnMacOSorNewer(unsigned, unsigned) const override { return true; }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    TORCH_CHECK(false, "torch pins no memory for MPS devices (pytorch issue 86060)");
+  }
+};
+REGISTER_MPS_HOOKS(MPSHooks)
 }  // namespace at

@@ -8,11 +8,13 @@ from typing import Any
 
 import pretend_runtime as runtime
 import torch
+from pretend_kinds import KIND
 from pretend_library import library
 from pretend_tensors import (
     CPU_KEYS,
     below_autograd,
     host_alias,
+    is_on_device,
     move_to_device,
     replace_storage,
     resize,
@@ -41,7 +43,7 @@ _INDEXING = {
 }
 # Operations that refuse even a 0-d tensor of another device.
 _STRICT = ("aten::cat", "aten::stack", "aten::_stack")
-# Operations with kernels of their own in CUDA, which come before the fallback for a whole key.
+# Operations with kernels of their own for a device, which come before the fallback for a whole key.
 _WITH_KERNELS = (
     "copy_",
     # In fake mode the fallback is not found for it.
@@ -98,13 +100,13 @@ class _HostCall:
 
     def _convert_argument(self, value: Any, name: str) -> Any:
         if isinstance(value, Tensor):
-            if value.is_cuda:
+            if is_on_device(value):
                 return self._alias(value, name)
             if value.device.type == "cpu":
                 self._check_host_tensor(value, name)
             return value
         if isinstance(value, torch.device):
-            return torch.device("cpu") if value.type == "cuda" else value
+            return torch.device("cpu") if value.type == KIND.type else value
         if isinstance(value, (list, tuple)):
             return type(value)(self._convert_argument(element, name) for element in value)
         return value
@@ -114,7 +116,7 @@ class _HostCall:
             "aten::copy_",
             "aten::_copy_from",
         ):
-            _raise_mixed(self.name, str(tensor.device), f"cuda:{self.index}")
+            _raise_mixed(self.name, str(tensor.device), f"{KIND.type}:{self.index}")
         # The CPU may resize an empty result, but not memory that it does not own.
         is_empty_result = name in self.written and not tensor.numel()
         alias = (
@@ -133,7 +135,7 @@ class _HostCall:
         )
         indexes = self.name in _INDEXING or self.name.partition(".")[0] in _INDEXING
         if not is_number and not indexes and self.name != "aten::copy_":
-            _raise_mixed(self.name, "cpu", f"cuda:{self.index}")
+            _raise_mixed(self.name, "cpu", f"{KIND.type}:{self.index}")
 
     def _wrap_numbers(self) -> None:
         # Python numbers arrive here where the schema has a tensor.
@@ -181,8 +183,8 @@ def run_operation(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refuse_float64(value: Any) -> None:
-    if isinstance(value, Tensor) and value.is_cuda and value.dtype == torch.float64:
-        raise TypeError("the pretend device has no float64: PRETEND_WITHOUT_FLOAT64 is set")
+    if isinstance(value, Tensor) and is_on_device(value) and value.dtype == torch.float64:
+        raise TypeError(f"this pretend {KIND.key} device has no float64")
 
 
 def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -193,10 +195,10 @@ def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if runtime.WITHOUT_FLOAT64:
         _refuse_float64(target)
     host_target, host_source = call.values
-    runtime.keep_before_capture([host_target] if target.is_cuda else [])
-    if target.is_cuda == source.is_cuda or _is_device_memory(source):
+    runtime.keep_before_capture([host_target] if is_on_device(target) else [])
+    if is_on_device(target) == is_on_device(source) or _is_device_memory(source):
         host_target.copy_(host_source)
-    elif source.is_cuda:
+    elif is_on_device(source):
         runtime.download(host_target, host_source, is_late=non_blocking and target.is_pinned())
     else:
         # CUDA stages a copy from pageable memory before it returns.
@@ -212,16 +214,18 @@ def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def _is_device_memory(source: Tensor) -> bool:
     """Return whether a tensor of the host is an alias, such as gloo's result that DDP reads."""
-    return not source.is_cuda and bool(library.pretend_owns(source.untyped_storage().data_ptr()))
+    return not is_on_device(source) and bool(
+        library.pretend_owns(source.untyped_storage().data_ptr())
+    )
 
 
 def _device_index(arguments: Any) -> int:
     indices: list[int] = []
 
     def look(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_cuda:
+        if isinstance(value, Tensor) and is_on_device(value):
             indices.append(value.device.index)
-        elif isinstance(value, torch.device) and value.type == "cuda":
+        elif isinstance(value, torch.device) and value.type == KIND.type:
             indices.append(runtime.current_device() if value.index is None else value.index)
         return value
 
@@ -357,16 +361,16 @@ class _OnHost:
 def install() -> None:
     """Register the kernels of the pretend devices."""
     every_operator = torch.library.Library("_", "IMPL")
-    every_operator.fallback(run_operation, "CUDA")
+    every_operator.fallback(run_operation, KIND.key)
     aten = torch.library.Library("aten", "IMPL")
     for name in _WITH_KERNELS:
-        aten.impl(name, _bind(getattr(torch.ops.aten, name).default), "CUDA")
+        aten.impl(name, _bind(getattr(torch.ops.aten, name).default), KIND.key)
     for name in ("_softmax", "_log_softmax"):
         backward = f"{name}_backward_data"
-        aten.impl(name, _softmax(getattr(torch.ops.aten, name).default), "CUDA")
-        aten.impl(backward, _softmax_backward(getattr(torch.ops.aten, backward).default), "CUDA")
+        aten.impl(name, _softmax(getattr(torch.ops.aten, name).default), KIND.key)
+        aten.impl(backward, _softmax_backward(getattr(torch.ops.aten, backward).default), KIND.key)
     for name, function in _ONLY_CUDA.items():
         base, _, overload = name.partition(".")
         op = getattr(getattr(torch.ops.aten, base), overload or "default")
-        aten.impl(name, _bind(_OnHost(op, function)), "CUDA")
+        aten.impl(name, _bind(_OnHost(op, function)), KIND.key)
     _libraries.extend([every_operator, aten])

@@ -1,4 +1,6 @@
-"""The runtime of pretend devices: waits, late copies, random streams, graphs and `torch.cuda`."""
+"""The runtime of pretend devices: waits, late copies, random streams, graphs and functions such as
+`torch.cuda.synchronize`.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,14 @@ from typing import Any
 
 import pretend_library
 import torch
+from pretend_kinds import KIND
 from pretend_library import library
 from pretend_tensors import below_autograd, install_storages
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+# torch's module of the devices, such as `torch.cuda`.
+_module: Any = getattr(torch, KIND.type)
 _GIB = 2**30
 _TOTAL_MEMORY = 16 * _GIB
 # Objects of `pretend_devices.Work`.
@@ -46,8 +51,7 @@ def _index(device: Any = None) -> int:
 _sync_mode = 0
 
 
-# Whether the devices have no float64, as those of MPS.
-WITHOUT_FLOAT64 = os.environ.get("PRETEND_WITHOUT_FLOAT64") == "1"
+WITHOUT_FLOAT64 = not KIND.has_float64 or os.environ.get("PRETEND_WITHOUT_FLOAT64") == "1"
 
 # What `torch.cuda._sleep` made the device do last, until the host waits for it.
 _long_work: object | None = None
@@ -188,14 +192,23 @@ def random_stream(index: int) -> Iterator[None]:
             torch.default_generator.set_state(host_state)
 
 
-def _get_random_state(device: Any = "cuda") -> Tensor:
-    torch.cuda._lazy_init()
+def _get_random_state(device: Any = None) -> Tensor:
+    _lazy_init()
     return _random_state(_index(device)).clone()
 
 
-def _set_random_state(state: Tensor, device: Any = "cuda") -> None:
-    torch.cuda._lazy_init()
+def _set_random_state(state: Tensor, device: Any = None) -> None:
+    _lazy_init()
     _random_states[_index(device)] = state.clone()
+
+
+def _get_random_states() -> list[Tensor]:
+    return [_get_random_state(index) for index in range(pretend_library.device_count)]
+
+
+def _set_random_states(states: Any) -> None:
+    for index, state in enumerate(states):
+        _set_random_state(state, index)
 
 
 def _seed(seed: int) -> None:
@@ -284,7 +297,7 @@ def graph(
         _random_states.update(states)
 
 
-# torch.cuda ---------------------------------------------------------------------------------------
+# Functions of torch -------------------------------------------------------------------------------
 
 
 class Stream:
@@ -293,7 +306,7 @@ class Stream:
     cuda_stream = stream_id = 0
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
-        self.device = torch.device("cuda", _index(device))
+        self.device = torch.device(KIND.type, _index(device))
 
     def wait_stream(self, other: Stream) -> None:
         pass
@@ -375,7 +388,7 @@ class StreamContext:
 
 
 def _lazy_init() -> None:
-    torch.cuda._initialized = True
+    _module._initialized = True
 
 
 def _synchronize(device: Any = None) -> None:
@@ -431,11 +444,11 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _cuda_functions(count: int) -> dict[str, Callable[..., Any] | type]:
+def _functions(count: int) -> dict[str, Callable[..., Any] | type]:
     return {
         "_lazy_init": _lazy_init,
         "is_available": lambda: count > 0,
-        "is_initialized": lambda: torch.cuda._initialized,
+        "is_initialized": lambda: _module._initialized,
         "device_count": lambda: count,
         "current_device": _current_device_after_init,
         "set_device": _set_device,
@@ -457,6 +470,10 @@ def _cuda_functions(count: int) -> dict[str, Callable[..., Any] | type]:
         "max_memory_reserved": _peak,
         "reset_peak_memory_stats": _reset_peak,
         "mem_get_info": lambda device=None: (_TOTAL_MEMORY - _allocated(device), _TOTAL_MEMORY),
+        # torch.mps has only these for its memory.
+        "current_allocated_memory": _allocated,
+        "driver_allocated_memory": _allocated,
+        "recommended_max_memory": lambda: _TOTAL_MEMORY,
         "memory_stats": lambda device=None: {},
         "get_device_properties": _properties,
         "get_device_name": lambda device=None: "Pretend",
@@ -469,6 +486,8 @@ def _cuda_functions(count: int) -> dict[str, Callable[..., Any] | type]:
         "set_sync_debug_mode": _set_sync_mode,
         "get_rng_state": _get_random_state,
         "set_rng_state": _set_random_state,
+        "get_rng_state_all": _get_random_states,
+        "set_rng_state_all": _set_random_states,
         "manual_seed": _seed,
         "manual_seed_all": _seed_all,
         "_is_in_bad_fork": lambda: False,
@@ -485,35 +504,31 @@ def _separate(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install(count: int) -> None:
-    """Replace the functions of `torch.cuda` and `torch.accelerator`."""
+    """Replace the functions of torch's module of the devices and of `torch.accelerator`."""
     import torch.accelerator
     import torch.cuda.memory
     import torch.cuda.nccl
     import torch.cuda.random
+    import torch.xpu.random
 
-    functions = _cuda_functions(count)
+    functions = _functions(count)
     for name, function in functions.items():
         is_class = name in ("Stream", "Event", "StreamContext", "CUDAGraph", "graph")
-        setattr(torch.cuda, name, function if is_class else _separate(function))
-    for name in (
-        "device_count",
-        "get_rng_state",
-        "set_rng_state",
-        "manual_seed",
-        "manual_seed_all",
-    ):
-        setattr(torch.cuda.random, name, _separate(functions[name]))
-    torch.cuda._initialized = False
-    # It would warn that NCCL is missing; copies between devices do without.
-    torch.cuda.nccl.is_available = lambda tensors: False
-    # torch would ask CUDA's library for its version.
-    torch._C._show_config = lambda: "PyTorch with pretend devices"
-    torch._C._cuda_isCurrentStreamCapturing = lambda: False
-    torch._C._cuda_getDevice = current_device
-    torch._C._cuda_setDevice = _exchange_device
+        for module in (_module, getattr(_module, "random", None)):
+            # A kind lacks the functions that its module lacks.
+            if hasattr(module, name):
+                setattr(module, name, function if is_class else _separate(function))
+    _module._initialized = False
+    if KIND.type == "cuda":
+        _install_cuda()
+    elif KIND.type == "mps":
+        torch._C._has_mps = True  # type: ignore[attr-defined]
+        torch.backends.mps.is_available = torch.backends.mps.is_built = lambda: count > 0
+    # Streams and events of any device, which torch.mps offers in this form only.
+    torch.Event = Event  # type: ignore[misc, assignment]
     accelerator: dict[str, Callable[..., Any]] = {
         "is_available": lambda: count > 0,
-        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "current_accelerator": lambda check_available=False: torch.device(KIND.type),
         "device_count": lambda: count,
         "current_device_index": current_device,
         "set_device_index": lambda device: _exchange_device(_index(device)),
@@ -525,3 +540,13 @@ def install(count: int) -> None:
         setattr(torch.accelerator, name, _separate(function))
     Tensor.record_stream = _nothing  # type: ignore[method-assign, assignment]
     install_storages()
+
+
+def _install_cuda() -> None:
+    # It would warn that NCCL is missing; copies between devices do without.
+    torch.cuda.nccl.is_available = lambda tensors: False
+    # torch would ask CUDA's library for its version.
+    torch._C._show_config = lambda: "PyTorch with pretend devices"
+    torch._C._cuda_isCurrentStreamCapturing = lambda: False
+    torch._C._cuda_getDevice = current_device
+    torch._C._cuda_setDevice = _exchange_device

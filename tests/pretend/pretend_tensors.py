@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from pretend_kinds import KIND
 from pretend_library import library
 from torch import Tensor
 
@@ -37,15 +38,20 @@ def move_to_device(host: Tensor, index: int) -> Tensor:
         if not library.pretend_has_room(index, num_bytes):
             gone = library.pretend_allocated(index)
             raise torch.OutOfMemoryError(
-                f"CUDA out of memory. Tried to allocate {num_bytes} bytes. "
+                f"{KIND.key} out of memory. Tried to allocate {num_bytes} bytes. "
                 f"GPU {index} has {gone} bytes in use."
             )
-        # A capsule is the only way to get the dispatch keys of CUDA from a build without CUDA.
+        # A capsule is the only way to get the dispatch keys of a device from a build without it.
         capsule = torch._C._to_dlpack(flat)
         library.pretend_move(_capsule_pointer(capsule, b"dltensor"), index, num_bytes)
         base = torch._C._from_dlpack(capsule)
         offset = host.storage_offset() if host.numel() else 0
         return _AS_STRIDED.redispatch(CPU_KEYS, base, host.shape, host.stride(), offset)
+
+
+def is_on_device(tensor: Tensor) -> bool:
+    """Return whether a tensor is on a pretend device."""
+    return tensor.device.type == KIND.type
 
 
 def host_alias(tensor: Tensor) -> Tensor:
@@ -104,7 +110,7 @@ def real_size(storage: torch.UntypedStorage) -> int:
 def _resize_(self: Any, size: int) -> Any:
     # FSDP2 frees and allocates storages in this way. Imported memory cannot be resized, so only
     # the count of bytes changes.
-    if self.device.type != "cuda":
+    if self.device.type != KIND.type:
         return _resize_storage(self, size)
     assert size in (0, self.nbytes()), f"{size} is neither 0 nor {self.nbytes()}"
     library.pretend_set_resident(self.data_ptr(), int(size > 0))
@@ -113,7 +119,7 @@ def _resize_(self: Any, size: int) -> Any:
 
 
 def _size(self: Any) -> int:
-    if self.device.type != "cuda":
+    if self.device.type != KIND.type:
         return _storage_size(self)
     return int(getattr(self, "_pretend_size", self.nbytes()))
 
@@ -123,7 +129,7 @@ def _view_bytes(storage: Any) -> Tensor:
 
 
 def _clone(self: Any) -> Any:
-    if self.device.type != "cuda":
+    if self.device.type != KIND.type:
         return _clone_storage(self)
     return _view_bytes(self).clone().untyped_storage()
 
@@ -139,7 +145,7 @@ def _move(self: Any, device: Any, non_blocking: bool = False) -> Any:
 
 
 def install_storages() -> None:
-    """Replace the methods of storages that call CUDA's runtime."""
+    """Replace the methods of storages that call the device's runtime."""
     import torch._utils
     import torch.storage
 

@@ -119,7 +119,7 @@ def test_all_problems_come_at_once_with_their_places(good: str, write: Write) ->
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("device=gpu", "device: must be auto, cpu or cuda, got 'gpu'; did you mean cuda?"),
+        ("device=gpu", "must be auto, cpu, cuda, xpu or mps, got 'gpu'; did you mean cuda?"),
         ("seed='3'", "seed: must be a whole number, got '3'; write 3 without quotes"),
         ("optimizer.lr='1e-3'", "got '1e-3' (AdamW); write 1e-3 without quotes"),
         ("optimizer.fused='true'", "got 'true' (AdamW); write true without quotes"),
