@@ -163,7 +163,7 @@ def replay(config: Config, run: RunSections, *, watch: Watch, debug: bool) -> Re
 def _recall(state: LoopState, latest: Path) -> None:
     """Load the spike guards from the last checkpoint: it lists all steps that the run skipped."""
     guards = {n: guard for n, guard in state.stateful.items() if isinstance(guard, SpikeGuardHook)}
-    saved = load_checkpoint(latest).read("state.pt")["stateful"] if guards else {}
+    saved = load_checkpoint(latest).read("state")["stateful"] if guards else {}
     for name in guards.keys() & saved.keys():
         guards[name].load_state_dict(saved[name])
 

@@ -190,7 +190,7 @@ def _log_difference(uninterrupted: Path, resumed: Path) -> Difference | None:
 def _state_difference(uninterrupted: Path, resumed: Path) -> Difference | None:
     """Compare the last checkpoints, except for the clock."""
     a, b = _last_checkpoint(uninterrupted), _last_checkpoint(resumed)
-    for file in (name for name in a.meta["files"] if name.endswith(".pt") and "shard" not in name):
+    for file in a.stems:
         for path in _unequal(a.read(file), b.read(file)):
             if path != "counters.clock_s":
                 rank = int(file[5:10]) if file.startswith("rank") else 0
@@ -264,7 +264,7 @@ def _compare_elastic(uninterrupted: Path, resumed: Path, start: int, run: RunSec
     same = "the same in both runs: the samples of each update and their order"
     print(same if orders[0] else "data.train is a custom loader: samples are not compared")
     weights, other_weights = (
-        _last_checkpoint(run_dir).read("model.pt") for run_dir in (uninterrupted, resumed)
+        _last_checkpoint(run_dir).read("model") for run_dir in (uninterrupted, resumed)
     )
     floats = {
         name: weight

@@ -11,15 +11,14 @@ from copy import deepcopy
 from dataclasses import dataclass, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 
-from ..loops.checkpoints.files import open_for_torch
-from ..loops.checkpoints.weights import is_compact
+from ..loops.checkpoints.files import open_synced
 from ..loops.evaluate import evaluation_mode
 from ..primitives.files import replacing
 from ..registry.local_paths import require_local
@@ -29,7 +28,6 @@ from ..wrappers.steps.preprocess import as_call
 FORMATS = ("safetensors", "pt2", "onnx", "peft")
 # For each format, the extra that installs the packages it needs, and these packages.
 _PACKAGES = {
-    "safetensors": ("safetensors", ["safetensors.torch"]),
     "onnx": ("onnx", ["onnx", "onnxscript", "onnxruntime"]),
     "peft": ("peft", ["peft"]),
 }
@@ -321,16 +319,46 @@ def _use_own_memory(model: nn.Module) -> None:
             if buffer is not None:
                 module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
         for name, parameter in module._parameters.items():
-            if parameter is not None and not is_compact(parameter):
+            if parameter is not None and not _is_compact(parameter):
                 values = parameter.detach().clone(memory_format=torch.contiguous_format)
                 copy = nn.Parameter(values, parameter.requires_grad)
                 module._parameters[name] = copies.setdefault(id(parameter), copy)
 
 
+def _is_compact(tensor: Tensor) -> bool:
+    """Return whether a tensor fills its memory; slices and expanded tensors do not."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+class _KeepingErrors:
+    """A file that keeps the error of a failed write instead of raising it.
+
+    If a write raises, torch raises an error about its position in the file, or ends the process.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            if self.error is None:
+                self._file.write(data)
+        except OSError as error:
+            self.error = error
+        return memoryview(data).nbytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
 def _as_pt2(program: ExportedProgram, outputs: _TensorForward, path: Path) -> Callable[..., Any]:
     # With a path, a full disk would end the process in torch's C++ code.
-    with open_for_torch(path) as file:
-        torch.export.save(program, file)
+    with open_synced(path, "wb") as file:
+        draft = _KeepingErrors(file)
+        torch.export.save(program, draft)
+        if draft.error is not None:
+            raise draft.error
     loaded: Callable[..., Any] = torch.export.load(path).module()
     return loaded
 

@@ -1,6 +1,6 @@
-"""Buffers that ``model.pt`` lacks: those that differ between ranks, and those not in state dicts.
+"""Buffers that differ between ranks, and buffers that are not in state dicts.
 
-``model.pt`` contains the first rank's buffers.
+The weights of a checkpoint contain the first rank's buffers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from ...wrappers.steps.preprocess import get_device
 from ...wrappers.unwrap import plain_name, user_model
 from ..state import LoopState
 from .files import own_rank
-from .weights import to_plain
 
 # The hash of each buffer, by name.
 Digests: TypeAlias = dict[str, str]
@@ -48,7 +47,7 @@ def differing_buffers(model: nn.Module, digests: Sequence[Digests]) -> dict[str,
         return {}
     of_this_rank, buffers = digests[own_rank()], _saved_buffers(model)
     differing = {
-        name: to_plain(buffer, name)
+        name: buffer
         for name, buffer in buffers.items()
         if of_this_rank[name] != of_first_rank[name]
     }
@@ -78,7 +77,7 @@ def changed_transient_buffers(state: LoopState) -> dict[str, Any]:
     """
     first_buffers = state.first_buffers or {}
     changed = {
-        name: to_plain(buffer.detach(), name)
+        name: buffer
         for name, buffer in transient_buffers(state.model).items()
         if digest(buffer) != first_buffers.get(name)
     }

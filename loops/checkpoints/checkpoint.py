@@ -10,8 +10,10 @@ import re
 import reprlib
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 
 from ...collectives import all_gather_object
+from ...wrappers.features import model_features
 from ...wrappers.layout import reshard
 from ...wrappers.steps.preprocess import get_device
 from ...wrappers.unwrap import num_data_ranks, user_model
@@ -34,12 +37,20 @@ from .buffers import (
 )
 from .files import CheckpointError, own_rank, run_on_all_ranks, world_size
 from .optimizers import add_parameter_names
-from .shards import TABLE, Places, ShardedContents, make_table
+from .tensor_files import (
+    SUFFIX,
+    Parts,
+    TensorFile,
+    assign_parts,
+    divide,
+    index_text,
+    pack,
+)
 
 logger = logging.getLogger(__name__)
 
-# The formats of checkpoints without and with sharded tensors.
-FORMAT, SHARDED_FORMAT = 1, 2
+# Formats 1 and 2 have files of torch.save (format_1.py).
+FORMAT = 3
 META = "checkpoint.json"
 _COUNTERS = ("step", "epoch", "batch", "iteration")
 _REASONS = ("interval", "signal", "exception", "end")
@@ -205,10 +216,9 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a checkpoint: it has no {META}") from error
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {META}: {error}") from error
-    if meta["format"] > SHARDED_FORMAT:
+    if meta["format"] > FORMAT:
         raise CheckpointError(
-            f"checkpoint {path} has format {meta['format']}; this version reads up to "
-            f"{SHARDED_FORMAT}"
+            f"checkpoint {path} has format {meta['format']}; this version reads up to {FORMAT}"
         )
     return dict(meta)
 
@@ -221,7 +231,7 @@ def _check(meta: Any, text: str) -> None:
     if not isinstance(meta, dict):
         raise ValueError(f"must be a table, got {reprlib.repr(meta)}")
     format_number = meta.get("format")
-    if type(format_number) is int and format_number > SHARDED_FORMAT:
+    if type(format_number) is int and format_number > FORMAT:
         return
     if meta.get("sha256") != _digest(meta) or text != _meta_text(meta):
         raise ValueError("checksum mismatch")
@@ -240,8 +250,8 @@ def _meta_text(meta: Mapping[str, Any]) -> str:
     return json.dumps(meta, indent=2)
 
 
-def rank_file(rank: int) -> str:
-    return f"rank_{rank:05d}.pt"
+def rank_stem(rank: int) -> str:
+    return f"rank_{rank:05d}"
 
 
 def _describe(state: LoopState, reason: str, is_best: bool = False) -> dict[str, Any]:
@@ -268,8 +278,8 @@ def _evaluated(state: LoopState) -> list[str]:
     """Return the place of the weights that evaluations use: a file, then keys in its content."""
     for name, source in state.stateful.items():
         if isinstance(source, WeightSource) and source.evaluated_entry:
-            return ["state.pt", "stateful", name, source.evaluated_entry]
-    return ["model.pt"]
+            return [f"state{SUFFIX}", "stateful", name, source.evaluated_entry]
+    return [f"model{SUFFIX}"]
 
 
 def _save(
@@ -282,71 +292,88 @@ def _save(
     at_current_batch: bool = True,
     incomplete: bool = False,
 ) -> Path:
-    action_name = f"saving the checkpoint of step {state.step} in {folder}"
-    rank, meta, sharded = own_rank(), _describe(state, reason, is_best), ShardedContents({})
-    # If the state is sharded, each rank has parts of the contents.
-    has_contents = rank == 0 or weights.has_sharded_state(state)
+    run = partial(
+        run_on_all_ranks, f"saving the checkpoint of step {state.step} in {folder}", gather=gather
+    )
+    rank, meta = own_rank(), _describe(state, reason, is_best)
+    shared: list[TensorFile] = []
+    # By rank: the parts of sharded tensors in each file, and the hashes of the buffers.
+    collected: list[tuple[dict[str, Parts], Digests]] = []
 
-    def collect() -> tuple[Places, Digests]:
-        nonlocal sharded
-        sharded = ShardedContents(_contents(state) if has_contents else {})
-        return sharded.places, buffer_digests(state.model)
+    def collect() -> tuple[dict[str, Parts], Digests]:
+        # If the state is sharded, each rank has parts of the contents.
+        if rank == 0 or weights.has_sharded_state(state):
+            shared.extend(_shared_files(state))
+        return {file.name: file.parts for file in shared}, buffer_digests(state.model)
 
-    def contents() -> Iterator[tuple[str, Any]]:
-        return _own_files(state, sharded, collected, at_current_batch)
+    def write() -> dict[str, Any]:
+        own = _own_contents(state, at_current_batch)
+        own |= differing_buffers(state.model, [digests for _, digests in collected])
+        own |= changed_transient_buffers(state)
+        own_file = pack(rank_stem(rank), own)
+        if rank != 0:
+            return _write(draft, [own_file], {})
+        return _write(draft, [own_file, *shared], _texts(state, shared))
 
-    def write() -> dict[str, dict[str, Any]]:
-        with disk.explaining_full_disks(draft, contents):
-            return {name: disk.write_file(draft / name, content) for name, content in contents()}
+    def write_parts() -> None:
+        with disk.explaining_full_disks(draft, lambda: sum(file.num_bytes for file in shared)):
+            for file in shared:
+                ranks = [parts.get(file.name, {}) for parts, _ in collected]
+                file.write_parts(draft, assign_parts(file, ranks, rank))
 
-    draft = run_on_all_ranks(
-        action_name, lambda: disk.make_draft(folder) if rank == 0 else folder, gather
-    )[0]
+    draft = run(lambda: disk.make_draft(folder) if rank == 0 else folder)[0]
     try:
-        collected = run_on_all_ranks(action_name, collect, gather)
-        written = run_on_all_ranks(action_name, write, gather)
-        meta["files"] = {name: about for files in written for name, about in files.items()}
-        if TABLE in meta["files"]:
-            meta["format"] = SHARDED_FORMAT
-
-        def finish() -> Path:
-            return _finish(draft, meta, state, incomplete) if rank == 0 else draft
-
-        return run_on_all_ranks(action_name, finish, gather)[0]
+        collected = run(collect)
+        written = {**ChainMap(*run(write))}
+        divided = sorted(name for name, about in written.items() if about is None)
+        if divided:
+            run(write_parts)
+            # Each rank reads some of the files.
+            names = divided[rank :: world_size()]
+            hashed = run(lambda: {name: disk.fingerprint(draft / name) for name in names})
+            written |= ChainMap(*hashed)
+        meta["files"] = written
+        return run(lambda: _finish(draft, meta, state, incomplete) if rank == 0 else draft)[0]
     except CheckpointError:
         if rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
         raise
 
 
-def _own_files(
-    state: LoopState,
-    sharded: ShardedContents,
-    collected: Sequence[tuple[Places, Digests]],
-    at_current_batch: bool,
-) -> Iterator[tuple[str, Any]]:
-    """Yield names and contents of the files that this rank writes; ``collected`` is by rank."""
-    table = make_table([places for places, _ in collected])
-    yield from sharded.get_files(own_rank(), table)
-    own_buffers = differing_buffers(state.model, [digests for _, digests in collected])
-    own_buffers |= changed_transient_buffers(state)
-    yield rank_file(own_rank()), {**_own_contents(state, at_current_batch), **own_buffers}
-    if own_rank() == 0:
-        yield from ((f"{stem}.pt", tree) for stem, tree in sharded.trees.items())
-        if any(table.values()):
-            yield TABLE, json.dumps(table)
+def _write(
+    draft: Path, files: Sequence[TensorFile], texts: Mapping[str, str]
+) -> dict[str, dict[str, Any] | None]:
+    """Write files, and return size and SHA-256 of each one that no other rank writes to."""
+    with disk.explaining_full_disks(draft, lambda: sum(file.num_bytes for file in files)):
+        return {
+            **{file.name: file.write(draft) for file in files},
+            **{name: disk.write_text(draft / name, text) for name, text in texts.items()},
+        }
+
+
+def _shared_files(state: LoopState) -> list[TensorFile]:
+    """Return the files of all ranks together."""
+    model, *others = (pack(stem, content) for stem, content in _contents(state).items())
+    return [*divide(model), *others]
+
+
+def _texts(state: LoopState, files: Sequence[TensorFile]) -> dict[str, str]:
+    """Return the files with which other libraries open the model: by name, their texts."""
+    texts = dict(filter(None, [index_text(files)]))
+    config: Any = getattr(user_model(state.model), "config", None)
+    if callable(getattr(config, "to_json_string", None)):
+        # The settings of a model of transformers, from which it can be built.
+        texts["config.json"] = config.to_json_string()
+    return texts
 
 
 def _contents(state: LoopState) -> dict[str, Any]:
     """Return the contents that do not differ by rank, except for parts of sharded tensors."""
     optim = state.optim_wrapper
     # First, since it may communicate: an error before it would leave other ranks waiting.
-    optim_state = {} if optim is None else weights.to_plain(optim.state_dict(), "optimizer")
+    optim_state = {} if optim is None else optim.state_dict()
     optim_state = add_parameter_names(optim_state, state.model, optim)
-    stateful_objects = state.stateful.items()
-    stateful = {
-        name: weights.to_plain(source.state_dict(), name) for name, source in stateful_objects
-    }
+    stateful = {name: source.state_dict() for name, source in state.stateful.items()}
     return {
         "model": weights.get_weights(user_model(state.model)),
         "optim": optim_state,
@@ -365,22 +392,19 @@ def _own_contents(state: LoopState, at_current_batch: bool) -> dict[str, Any]:
         contents["window_weights"] = weights.window_weights(state)
         if isinstance(state.optim_wrapper, Mapping):
             contents["window_members"] = list(state.optim_wrapper)
-    carried = weights.step_state(state.model) if at_current_batch else {}
-    if carried:
+    if at_current_batch and (carried := model_features(state.model).step_state()):
         contents["step"] = carried
     # A checkpoint of the window's start must not have the loader's position, which is later.
     reader_state = state.data.reader_state
     if reader_state is None and state.data.reader is not None:
         reader_state = state.data.reader.state_dict()
     if reader_state is not None and at_current_batch:
-        contents["loader"] = weights.to_plain(reader_state, "loader")
+        contents["loader"] = reader_state
     generators = {
         "generators": state.data.generators.state_dict(),
         "model_generators": get_states(module_generators(model)),
     }
-    contents |= {
-        name: weights.to_plain(states, name) for name, states in generators.items() if states
-    }
+    contents |= {name: states for name, states in generators.items() if states}
     layouts = weights.gradient_places(model)
     return {**contents, "places": layouts} if layouts else contents
 
@@ -416,8 +440,8 @@ def _finish(draft: Path, meta: dict[str, Any], state: LoopState, incomplete: boo
         meta["serial"] += 1
     meta["sha256"] = _digest(meta)
     text = _meta_text(meta)
-    with disk.explaining_full_disks(draft, lambda: [(META, text)]):
-        disk.write_file(draft / META, text)
+    with disk.explaining_full_disks(draft, lambda: len(text)):
+        disk.write_text(draft / META, text)
     disk.publish(draft, final)
     disk.remove_folders(path for path, _ in replaced)
     return final

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import os
 import resource
 import shutil
@@ -12,11 +11,8 @@ import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
-
-import torch
 
 from ...collectives import (
     CollectiveError,
@@ -94,56 +90,21 @@ def make_draft(parent: Path) -> Path:
     return draft
 
 
-def write_file(path: Path, content: Any) -> dict[str, Any]:
-    """Write a string as text, other content with ``torch.save``; return size and SHA-256.
-
-    Raises:
-        OSError: writing failed; it names the file.
-    """
-    with open_for_torch(path) as file:
-        if isinstance(content, str):
-            file.write(content.encode())
-        else:
-            torch.save(content, file)
-    return fingerprint(path)
-
-
-class _KeepingErrors(io.BufferedWriter):
-    """A file that keeps the error of a failed write instead of raising it.
-
-    If a write raises, torch raises an error about its position in the file, or ends the process.
-    """
-
-    error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        self._try(partial(super().write, data))
-        return memoryview(data).nbytes
-
-    def flush(self) -> None:
-        self._try(super().flush)
-
-    def _try(self, action: Callable[[], Any]) -> None:
-        try:
-            if self.error is None:
-                action()
-        except OSError as error:
-            self.error = error
+def write_text(path: Path, text: str) -> dict[str, Any]:
+    """Write a text; return size and SHA-256. Raise OSError, with the file's name, if it fails."""
+    data = text.encode()
+    with open_synced(path, "wb") as file:
+        file.write(data)
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 @contextmanager
-def open_for_torch(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file to which torch can write; at the end it is synced to disk.
-
-    Raises:
-        OSError: writing failed; it names the file.
-    """
+def open_synced(path: Path, mode: str) -> Iterator[IO[bytes]]:
+    """Open a file; at the end it is synced to disk. An OSError names the file."""
     try:
-        with _KeepingErrors(io.FileIO(path, "w")) as file:
+        with path.open(mode) as file:
             yield file
             file.flush()
-            if file.error is not None:
-                raise file.error
             os.fsync(file.fileno())
     except OSError as error:
         if error.errno is None:
@@ -152,14 +113,12 @@ def open_for_torch(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def explaining_full_disks(
-    draft: Path, contents: Callable[[], Iterable[tuple[str, Any]]]
-) -> Iterator[None]:
+def explaining_full_disks(draft: Path, num_bytes: Callable[[], int]) -> Iterator[None]:
     """Convert an OSError about missing space to a CheckpointError that says how much is missing.
 
     Args:
         draft: the folder of the unfinished checkpoint.
-        contents: returns names and contents of the files that this process writes into it.
+        num_bytes: returns the size of the files that this process writes into it.
     """
     try:
         yield
@@ -167,8 +126,7 @@ def explaining_full_disks(
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         root = next(path for path in (draft, *draft.absolute().parents) if os.path.ismount(path))
-        size = sum(content_bytes(content) for _, content in contents())
-        needed = f"the files of the checkpoint need {size / 1e6:.3g} MB"
+        needed = f"the files of the checkpoint need {num_bytes() / 1e6:.3g} MB"
         remedy = "make room there, or keep fewer checkpoints (hooks.checkpoint.keep_last)"
         if error.errno == errno.EFBIG:
             limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -184,17 +142,6 @@ def explaining_full_disks(
                 f"no space is left on the file system at {root}: {needed}, {free:.3g} MB are free"
             )
         raise CheckpointError(f"{text}; {remedy}") from error
-
-
-def content_bytes(content: Any) -> int:
-    """Return the size of the tensors and texts in nested containers."""
-    if isinstance(content, torch.Tensor):
-        return content.numel() * content.element_size()
-    if isinstance(content, Mapping):
-        return sum(map(content_bytes, content.values()))
-    if isinstance(content, (list, tuple, set)):
-        return sum(map(content_bytes, content))
-    return len(content) if isinstance(content, (str, bytes)) else 0
 
 
 def publish(draft: Path, final: Path) -> None:
@@ -220,18 +167,6 @@ def read_text(path: Path) -> str:
     _get_size(path)
     # Not read_text, which converts line ends.
     return path.read_bytes().decode()
-
-
-def read_tensors(path: Path, *, mmap: bool = False) -> Any:
-    """Load a file of ``write_file`` on the CPU; unpickle only tensors and plain containers."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except Exception as error:
-        # Do not repeat torch's message: it advises weights_only=False.
-        raise ValueError(
-            "the file must be written by torch.save and contain only tensors, numbers, strings, "
-            f"lists, tuples, sets and dicts ({type(error).__name__})"
-        ) from error
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

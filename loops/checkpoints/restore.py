@@ -23,12 +23,13 @@ from ..hook import note_run
 from ..logs import mean_logs
 from ..rng import mix_seed, module_generators, restore_rng, seed_rng, set_states
 from ..state import LoopState, PartReader
-from . import weights
+from . import format_1, weights
 from .buffers import load_differing_buffers, load_transient_buffers
-from .checkpoint import links_in, list_checkpoints, rank_file, read_meta
+from .checkpoint import links_in, list_checkpoints, rank_stem, read_meta
 from .files import CheckpointError, find_damage, own_rank, reading, run_on_all_ranks, world_size
 from .optimizers import NameOrders, fit_to_run
-from .shards import SHARDED, TABLE, Reader, load_whole_tensors
+from .saved_tensors import load_whole_tensors
+from .tensor_files import Reader, stem_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,23 +51,29 @@ class Checkpoint:
     def read(self, name: str) -> Any:
         """Return the content of a file, on the CPU, with whole tensors; does not communicate.
 
+        Args:
+            name: one of ``stems``, such as "model"; a suffix is ignored.
+
         Raises:
-            CheckpointError: the file does not exist, has no tensors, or is damaged.
+            CheckpointError: the file does not exist, or is damaged.
         """
-        files, stem = self.meta["files"], name.removesuffix(".pt")
-        readable = [file for file in files if file != TABLE]
-        if name not in readable:
+        files = self._reader(by_parts=False)
+        if stem_of(name) not in files.stems:
             raise CheckpointError(
-                f"the file to read in {self.path} must be one of {', '.join(readable)}, got {name}"
+                f"the file to read in {self.path} must be one of {', '.join(files.stems)}, got "
+                f"{name}"
             )
-        if TABLE in files and stem in SHARDED:
-            return load_whole_tensors(Reader(self.path, files, by_parts=True).tree(stem))
-        return Reader(self.path, files, by_parts=False).file(name)
+        return files.whole(stem_of(name))
+
+    @property
+    def stems(self) -> list[str]:
+        """The names of the contents: "model", "optim", "state", and "rank_00000" and so on."""
+        return self._reader(by_parts=False).stems
 
     @property
     def evaluated(self) -> tuple[str, ...]:
         """The place of the weights that evaluations used: a file, then keys in its content."""
-        return tuple(self.meta.get("evaluated", ("model.pt",)))
+        return tuple(self.meta.get("evaluated", ("model",)))
 
     def load_model(self, model: nn.Module, *, evaluated: bool = False) -> None:
         """Load the weights into a model or its wrapper; every rank must call this.
@@ -108,10 +115,10 @@ class Checkpoint:
 
     def _weights(self, files: Reader, evaluated: bool) -> Any:
         saved = files.tree("model")
-        if evaluated and self.evaluated != ("model.pt",):
-            name, *keys = self.evaluated
+        name, *keys = self.evaluated
+        if evaluated and keys:
             with reading(self.path, name, ".".join(keys)):
-                average = files.tree(name.removesuffix(".pt"))
+                average = files.tree(stem_of(name))
                 for key in keys:
                     average = average[key]
                 saved.update(average)
@@ -139,15 +146,23 @@ class Checkpoint:
         files = self._files(by_parts=weights.has_sharded_state(state))
         run_on_all_ranks(f"restoring {self.path}", lambda: self._restore(state, files))
 
+    def _reader(self, *, by_parts: bool) -> Reader:
+        return self._kind(self.path, self.meta["files"], by_parts=by_parts)
+
+    @property
+    def _kind(self) -> type[Reader]:
+        return format_1.Reader if self.meta["format"] <= format_1.LAST else Reader
+
+    def _file(self, stem: str) -> str:
+        return f"{stem}{self._kind.suffix}"
+
     def _files(self, *, by_parts: bool) -> Reader:
-        files = self.meta["files"]
-        by_parts = by_parts or TABLE in files
-        reader = Reader(self.path, files, by_parts=by_parts)
+        reader = self._reader(by_parts=by_parts)
         if by_parts:
             # Each rank checks some of the files, since a check reads whole files.
-            names = sorted(files)[own_rank() :: world_size()]
+            names = sorted(self.meta["files"])[own_rank() :: world_size()]
             run_on_all_ranks(f"loading {self.path}", lambda: reader.check(*names))
-            reader.checked.update(files)
+            reader.checked.update(self.meta["files"])
         return reader
 
     def _restore(self, state: LoopState, files: Reader) -> None:
@@ -168,13 +183,13 @@ class Checkpoint:
         Returns the names that only this run has, and the names that only the checkpoint has.
         """
         content = files.tree("state")
-        with reading(self.path, "state.pt", "counters"):
+        with reading(self.path, self._file("state"), "counters"):
             state.load_state_dict(content["counters"])
-        with reading(self.path, "state.pt", "stateful"):
+        with reading(self.path, self._file("state"), "stateful"):
             saved = dict(content["stateful"])
         for name in state.stateful.keys() & saved.keys():
             stateful = state.stateful[name]
-            with reading(self.path, "state.pt", f"stateful.{name}"):
+            with reading(self.path, self._file("state"), f"stateful.{name}"):
                 stateful.load_state_dict(_accepted_by(stateful, saved[name]))
             note_run(stateful, state)
         return state.stateful.keys() - saved.keys(), saved.keys() - state.stateful.keys()
@@ -182,7 +197,7 @@ class Checkpoint:
     def _load_model(self, model: nn.Module, saved: Mapping[str, Any]) -> NameOrders:
         target = user_model(model)
         wanted = {plain_name(n): value for n, value in weights.get_state(target).items()}
-        with reading(self.path, "model.pt", "the table of weights"):
+        with reading(self.path, self._file("model"), "the table of weights"):
             problems = _adapter_problems(saved, wanted) or _mismatches(saved, wanted)
             tied = {} if problems else weights.tied_differently(target, saved)
         problems += [
@@ -194,8 +209,10 @@ class Checkpoint:
             more = len(problems) - _SHOWN
             lines = problems[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
             text, kind = "\n  ".join(lines), type(target).__name__
-            raise CheckpointError(f"model.pt in {self.path} does not fit {kind}:\n  {text}")
-        with reading(self.path, "model.pt", "the table of weights"):
+            raise CheckpointError(
+                f"{self._file('model')} in {self.path} does not fit {kind}:\n  {text}"
+            )
+        with reading(self.path, self._file("model"), "the table of weights"):
             weights.load_weights(target, saved)
         return NameOrders(list(saved), list(wanted))
 
@@ -208,7 +225,8 @@ class Checkpoint:
             raise
         except Exception as error:
             raise CheckpointError(
-                f"the optimizer's state, optim.pt in {self.path}, does not fit this run's "
+                "the optimizer's state, "
+                f"{self._file('optim')} in {self.path}, does not fit this run's "
                 f"optimizer: {type(error).__name__}: {error}"
             ) from error
 
@@ -232,16 +250,16 @@ class Checkpoint:
         # number of ranks has changed, data rank d reads the file of the first rank of block d.
         spacing = 1 if as_saved else saved // saved_data_ranks
         content = self._restore_rng(model, data_rank, spacing)
-        with reading(self.path, rank_file(data_rank), "transient_buffers"):
+        with reading(self.path, self._file(rank_stem(data_rank)), "transient_buffers"):
             load_transient_buffers(state.model, content)
         if as_saved and content:
-            with reading(self.path, rank_file(data_rank), "buffers"):
+            with reading(self.path, self._file(rank_stem(data_rank)), "buffers"):
                 load_differing_buffers(state.model, content)
-        with reading(self.path, rank_file(data_rank), "step"):
+        with reading(self.path, self._file(rank_stem(data_rank)), "step"):
             if as_saved and content.get("step"):
                 model_wrapper: Any = state.model
                 model_wrapper.load_step_state(content["step"])
-            elif content.get("step") or weights.step_state(state.model):
+            elif content.get("step") or model_features(state.model).step_state():
                 logger.warning(
                     "%s has no state of the training step that fits rank %d of this run: the rank "
                     "starts with its initial state",
@@ -267,11 +285,10 @@ class Checkpoint:
         ``rank_content`` is the content of this rank's file, or {} to use all files. ``rank_ratio``
         is the number of data ranks when saving divided by the current number.
         """
-        model, every = user_model(state.model), "rank_*.pt"
+        model, every = user_model(state.model), "rank_*"
 
         def ranks() -> list[Any]:
-            names = sorted(name for name in self.meta["files"] if name.startswith("rank_"))
-            return [files.file(name) for name in names]
+            return [files.whole(stem) for stem in files.stems if stem.startswith("rank_")]
 
         with reading(self.path, every, "gradients"):
             layouts = weights.gradient_places(model)
@@ -297,18 +314,18 @@ class Checkpoint:
 
         If the file is missing, derive the streams from rank 0's, and return {}.
         """
-        name = rank_file(data_rank * spacing)
-        if name not in self.meta["files"]:
+        name = rank_stem(data_rank * spacing)
+        if name not in self.stems:
             logger.warning(
                 "%s has no random state for rank %d: it is derived from rank 0's",
                 *(self.path, own_rank()),
             )
-            with reading(self.path, rank_file(0), "rng"):
-                words = self.read(rank_file(0))["rng"]["torch"].tolist()
+            with reading(self.path, self._file(rank_stem(0)), "rng"):
+                words = self.read(rank_stem(0))["rng"]["torch"].tolist()
                 seed_rng(mix_seed(data_rank, *words))
             return {}
         content: dict[str, Any] = self.read(name)
-        with reading(self.path, name, "rng"):
+        with reading(self.path, self._file(name), "rng"):
             restore_rng(content["rng"], get_device(model))
             set_states(module_generators(model), content.get("model_generators", {}))
         return content
@@ -410,7 +427,7 @@ def _adapter_problems(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> 
 
 def _mismatches(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     if not isinstance(saved, Mapping):
-        return [f"model.pt must hold a table of weights, got {type(saved).__name__}"]
+        return [f"the model must be a table of weights, got {type(saved).__name__}"]
     surplus = [name for name in saved if name not in expected]
     lines: list[str] = []
     for name, value in expected.items():

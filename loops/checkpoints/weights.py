@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...wrappers.features import model_features, optim_features
+from ...wrappers.features import optim_features
 from ...wrappers.layout import (
     Layout,
     as_global,
@@ -27,54 +27,12 @@ from ...wrappers.unwrap import plain_name
 from ..schedule import get_members
 from ..state import LoopState
 from .files import own_rank
-from .shards import overlap
+from .saved_tensors import overlap
 
 logger = logging.getLogger(__name__)
 
 # The entry that describes an adapter, in a state dict with only the adapter's weights.
 ADAPTER = "adapter_config"
-_PLAIN = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device)
-
-
-def to_plain(value: Any, where: str) -> Any:
-    """Convert to types that ``torch.load(weights_only=True)`` accepts, or raise TypeError."""
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, Tensor):
-        # torch.save would write all of the memory of which the tensor is a slice.
-        return value if is_compact(value) else value.detach().clone()
-    if isinstance(value, Mapping):
-        entries = {
-            to_plain(k, f"{where} key"): to_plain(v, f"{where}.{k}") for k, v in value.items()
-        }
-        kind = next(
-            (
-                mapping_class
-                for mapping_class in (OrderedDict, Counter)
-                if isinstance(value, mapping_class)
-            ),
-            dict,
-        )
-        return kind(entries)
-    if type(value) in (list, tuple, set, torch.Size):
-        return type(value)(to_plain(entry, f"{where}.{i}") for i, entry in enumerate(value))
-    for number in (int, float):
-        if isinstance(value, number):
-            return number(value)
-    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        return value.item()
-    raise TypeError(
-        "a checkpoint can contain only tensors, numbers, strings, lists, tuples, sets and dicts, "
-        f"got a {type(value).__module__}.{type(value).__qualname__} in {where}; convert it in "
-        "state_dict()"
-    )
-
-
-def is_compact(tensor: Tensor) -> bool:
-    """Return whether a tensor fills its memory; slices and expanded tensors do not."""
-    if tensor.layout is not torch.strided or is_dtensor(tensor):
-        return True
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def get_state(model: nn.Module) -> OrderedDict[str, Any]:
@@ -100,9 +58,9 @@ def saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def get_weights(model: nn.Module) -> OrderedDict[str, Any]:
-    """Return the state dict of ``model`` with the user's names and plain values."""
+    """Return the state dict of ``model`` with the user's names."""
     state = get_state(model)
-    weights = OrderedDict((plain_name(k), to_plain(v, f"model: {k}")) for k, v in state.items())
+    weights = OrderedDict((plain_name(name), value) for name, value in state.items())
     versions: Mapping[str, Any] = getattr(state, "_metadata", {})
     vars(weights)["_metadata"] = OrderedDict((plain_name(k), v) for k, v in versions.items())
     return weights
@@ -187,22 +145,15 @@ def has_sharded_state(state: LoopState) -> bool:
     return is_collective or any(map(is_sharded, state.model.parameters()))
 
 
-def step_state(model: Any) -> dict[str, Any]:
-    """Return the state that the training step carries from batch to batch on this rank."""
-    carried: dict[str, Any] = to_plain(model_features(model).step_state(), "step_state")
-    return carried
-
-
 def get_gradients(model: nn.Module, optim_wrapper: Any = None) -> dict[str, Tensor]:
-    """Return copies of this rank's parts of the gradients, by the user's names.
+    """Return this rank's parts of the gradients, by the user's names.
 
     Gradients that ``optim_wrapper`` drops when its next window begins are left out.
     """
     members = map(optim_features, get_members(optim_wrapper))
     foreign = {parameter for member in members for parameter in member.foreign_parameters}
-    # Copied, since torch.save would write the whole bucket of which a DDP gradient is a view.
     named = [(plain_name(name), p) for name, p in model.named_parameters() if p not in foreign]
-    return {name: local_part(p.grad).clone() for name, p in named if p.grad is not None}
+    return {name: local_part(p.grad) for name, p in named if p.grad is not None}
 
 
 def gradient_places(model: nn.Module) -> dict[str, tuple[list[int], list[int]]]:

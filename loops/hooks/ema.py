@@ -21,7 +21,7 @@ from ...wrappers.layout import as_global, copy_whole_, local_part, reshard
 from ...wrappers.steps.buffers import restore_buffers, save_buffers
 from ...wrappers.steps.preprocess import as_call, get_device
 from ...wrappers.unwrap import plain_name, user_model
-from ..checkpoints.shards import load_whole_tensors
+from ..checkpoints.saved_tensors import load_whole_tensors
 from ..checkpoints.weights import get_state, saved_parameters
 from ..data.loaders import read_aside
 from ..hook import Hook

@@ -283,12 +283,12 @@ def _report_files(folder: Path, best_by: str) -> None:
 
 
 def _report_evaluated(folder: Path, meta: Mapping[str, Any]) -> None:
-    """Print where the evaluated weights are, unless they are the weights in model.pt."""
-    file, *keys = meta.get("evaluated", ["model.pt"])
+    """Print where the evaluated weights are, unless they are the model's own weights."""
+    file, *keys = meta.get("evaluated", ["model"])
     if keys:
         where = f"{file} of the checkpoint, under {' / '.join(keys)}"
         load = f"stepwrap.runner.load_model({str(folder)!r})"
-        print(f"evaluated weights: in {where} (not in model.pt); {load} loads the model")
+        print(f"evaluated weights: in {where} (not in model.safetensors); {load} loads the model")
 
 
 _PACKAGES = (
@@ -317,6 +317,9 @@ def run_env(options: Options) -> int:
         facts["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     else:
         facts["cuda"] = f"no device (torch built for CUDA {torch.version.cuda or 'none'})"
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and device.type != "cuda":
+        facts[device.type] = f"{torch.accelerator.device_count()} devices"
     backends = ("gloo", "nccl", "mpi", "ucc", "xccl")
     present = [name for name in backends if dist.is_backend_available(name)]
     facts["back-ends"] = ", ".join(present) or "none"

@@ -13,7 +13,8 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ...collectives import broadcast, run_together
 from ...loops import CheckpointError, load_checkpoint
-from ...loops.checkpoints.files import read_tensors
+from ...loops.checkpoints.format_1 import read_tensors
+from ...loops.checkpoints.tensor_files import read_file
 from ...registry import did_you_mean
 from ..run_folder import resolve_checkpoint
 
@@ -142,14 +143,13 @@ def _read_shards(index: Path) -> dict[str, Any]:
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
+    # Imported here, because most runs read no such file.
+    from safetensors.torch import load_file
+
     try:
-        from safetensors.torch import load_file
-    except ImportError as error:
-        raise CheckpointError(
-            f"reading {path} needs safetensors: pip install 'stepwrap[safetensors]'"
-        ) from error
-    try:
-        return dict(load_file(path))
+        # Checkpoints have values that are no tensors, and types that safetensors lacks.
+        content = read_file(path)
+        return dict(load_file(path) if content is None else content)
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read as a safetensors file ({error}); is it complete?"

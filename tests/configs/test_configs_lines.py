@@ -50,7 +50,7 @@ def get_losses(run_dir: Path) -> list[float]:
 def weights_apart(run_a: Path, other: Path) -> float:
     """Return the largest difference between the final weights of two runs."""
     weights, second = (
-        load_checkpoint(find_checkpoint(run)).read("model.pt") for run in (run_a, other)
+        load_checkpoint(find_checkpoint(run)).read("model") for run in (run_a, other)
     )
     assert weights.keys() == second.keys()
     return max(float((weights[name] - second[name]).abs().max()) for name in weights)

@@ -84,9 +84,9 @@ def test_a_ledger_changes_no_bit_of_a_run(tmp_path: Path) -> None:
     for name, settings in (("with", {"full": True}), ("without", {})):
         train(tmp_path / name, CheckpointHook(), **settings)
     files = [load_checkpoint(find_checkpoint(tmp_path / n)) for n in ("with", "without")]
-    weights, second = (checkpoint.read("model.pt") for checkpoint in files)
+    weights, second = (checkpoint.read("model") for checkpoint in files)
     assert all(torch.equal(value, second[name]) for name, value in weights.items())
-    assert torch.equal(*(checkpoint.read("rank_00000.pt")["rng"]["torch"] for checkpoint in files))
+    assert torch.equal(*(checkpoint.read("rank_00000")["rng"]["torch"] for checkpoint in files))
 
 
 def test_runs_that_are_alike_have_no_difference_and_groups_compare_with_a_full_one(

@@ -74,7 +74,7 @@ def get_updates(name: str) -> int:
 
 def weights_in(run: Path, step: int) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = load_checkpoint(run / "checkpoints" / f"step_{step:08d}").read(
-        "model.pt"
+        "model.safetensors"
     )
     return weights
 

@@ -325,8 +325,8 @@ def test_the_average_is_saved_next_to_the_plain_weights(tmp_path: Path) -> None:
     state.stateful["hooks.ema"] = ema
     train(state, [CheckpointHook(), ema])
     path = list_checkpoints(tmp_path / "checkpoints")[0][0]
-    plain = load_checkpoint(path).read("model.pt")
-    average = load_checkpoint(path).read("state.pt")["stateful"]["hooks.ema"]["model"]
+    plain = load_checkpoint(path).read("model")
+    average = load_checkpoint(path).read("state")["stateful"]["hooks.ema"]["model"]
     assert plain.keys() == average.keys()
     assert all(map(torch.equal, weights(state), plain.values()))
     assert not any(map(torch.equal, plain.values(), average.values()))
@@ -339,7 +339,7 @@ def test_an_error_in_an_evaluation_with_the_average_saves_the_plain_weights(tmp_
     ((path, _),) = list_checkpoints(tmp_path / "checkpoints")
     plain = new_state()
     train(plain, [], epochs=1, val_loop=None)
-    assert all(map(torch.equal, load_checkpoint(path).read("model.pt").values(), weights(plain)))
+    assert all(map(torch.equal, load_checkpoint(path).read("model").values(), weights(plain)))
 
 
 def _train_two_ranks(folder: Path) -> tuple[list[str], dict[str, float]]:
@@ -350,7 +350,9 @@ def _train_two_ranks(folder: Path) -> tuple[list[str], dict[str, float]]:
 
 def test_both_ranks_save_into_one_checkpoint(tmp_path: Path) -> None:
     for files, results in run_ranks(_train_two_ranks, 2, tmp_path):
-        assert {"rank_00000.pt", "rank_00001.pt", "model.pt"} <= set(files)
+        assert {"rank_00000.safetensors", "rank_00001.safetensors", "model.safetensors"} <= set(
+            files
+        )
         assert results == saved(tmp_path)[0]["metrics"]
 
 
@@ -371,7 +373,7 @@ def test_a_checkpoint_of_one_rank_alone_is_not_the_latest(tmp_path: Path) -> Non
     assert saved_steps(tmp_path) == []
     aside = tmp_path / "checkpoints" / "incomplete_step_00000001"
     assert sorted(load_checkpoint(aside).meta["files"]) == [
-        "model.pt", "optim.pt", "rank_00000.pt", "state.pt"
+        "model.safetensors", "optim.safetensors", "rank_00000.safetensors", "state.safetensors"
     ]  # fmt: skip
 
 

@@ -111,11 +111,13 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
 
 def read_checkpoints(run_dir: Path) -> dict[str, Any]:
     """Return the content of each checkpoint without the clock."""
-    contents = {}
-    for file in sorted(run_dir.glob("**/*.pt")):
-        content = torch.load(file, weights_only=False)
-        contents[str(file.relative_to(run_dir))] = content
-    return contents
+    checkpoints = [load_checkpoint(file.parent) for file in run_dir.glob("**/checkpoint.json")]
+    assert checkpoints
+    return {
+        f"{checkpoint.path.name}/{stem}": checkpoint.read(stem)
+        for checkpoint in checkpoints
+        for stem in checkpoint.stems
+    }
 
 
 def assert_same(actual: Any, expected: Any, name: str = "") -> None:

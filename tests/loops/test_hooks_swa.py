@@ -189,7 +189,7 @@ def test_a_test_alone_uses_the_average_and_its_statistics(tmp_path: Path) -> Non
     state.stateful["hooks.swa"] = swa
     train(state, [swa, CheckpointHook()])
     checkpoint = load_checkpoint(find_checkpoint(tmp_path))
-    assert checkpoint.meta["evaluated"] == ["state.pt", "stateful", "hooks.swa", "model"]
+    assert checkpoint.meta["evaluated"] == ["state.safetensors", "stateful", "hooks.swa", "model"]
     other, restored = new_state(net=normed()), SWAHook(from_epoch=1)
     other.stateful["hooks.swa"] = restored
     checkpoint.load_model(other.model)

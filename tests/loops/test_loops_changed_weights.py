@@ -136,7 +136,7 @@ def test_buffers_that_are_in_no_state_dict_continue(tmp_path: Path) -> None:
     weights = train(state, [hook])
     assert len(hook.saved) >= 8
     for _, path in hook.saved:
-        saved = load_checkpoint(path).read("rank_00000.pt")["transient_buffers"]
+        saved = load_checkpoint(path).read("rank_00000")["transient_buffers"]
         assert sorted(saved) == ["net.grown", "net.mean"]
         resumed = make_state(Centred())
         load_checkpoint(path).restore(resumed)

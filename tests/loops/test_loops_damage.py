@@ -34,6 +34,7 @@ from stepwrap.loops import (
 )
 from stepwrap.loops.checkpoints.checkpoint import _digest
 from stepwrap.loops.checkpoints.files import fingerprint
+from stepwrap.loops.checkpoints.tensor_files import TensorFile, pack
 
 OTHERS = [None, True, -1, 0, 1.5, float("nan"), "x", [], {}, [[]], torch.ones(2)]
 
@@ -82,7 +83,10 @@ def copied(folder: Path, target: Path) -> Path:
 
 def rewritten(path: Path, name: str, content: Any) -> None:
     """Replace the content of a file and its checksum."""
-    torch.save(content, path / name)
+    if isinstance(content, TensorFile):
+        content.write(path)
+    else:
+        torch.save(content, path / name)
     meta = json.loads((path / "checkpoint.json").read_text())
     meta["files"][name] = fingerprint(path / name)
     meta["sha256"] = _digest(meta)
@@ -141,8 +145,8 @@ def _descriptions(meta: dict[str, Any]) -> Iterator[str]:
         yield json.dumps(without)
         for other in OTHERS[:-1]:
             yield json.dumps({**without, key: other})
-    for name in ("../model.pt", "/etc/passwd", "", "a\0b"):
-        files = {**meta["files"], name: meta["files"]["model.pt"]}
+    for name in ("../model.safetensors", "/etc/passwd", "", "a\0b"):
+        files = {**meta["files"], name: meta["files"]["model.safetensors"]}
         digest = _digest({**meta, "files": files})
         yield json.dumps({**meta, "files": files, "sha256": digest}, indent=2)
 
@@ -239,19 +243,22 @@ def _check_contents(folder: Path, target: Path, name: str, every: int) -> int:
     content = load_checkpoint(bad).read(name)
     texts = []
     for changed in itertools.islice(_replaced(content), 0, None, every):
-        rewritten(bad, name, changed)
+        rewritten(bad, name, pack(name.removesuffix(".safetensors"), changed))
         try:
             load_checkpoint(bad).restore(fresh())
         except CheckpointError as error:
             texts.append(str(error))
     # A rank's gradients and logs are searched in the files of all ranks.
-    names = (name, "rank_*.pt") if name.startswith("rank_") else (name,)
+    names = (name, "rank_*") if name.startswith("rank_") else (name,)
     unnamed = [text for text in texts if str(bad) not in text or not any(n in text for n in names)]
     assert unnamed == []
     return len(texts)
 
 
-@pytest.mark.parametrize("name", ["model.pt", "optim.pt", "state.pt", "rank_00000.pt"])
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "optim.safetensors", "state.safetensors", "rank_00000.safetensors"],
+)
 @pytest.mark.parametrize("every", [5, *slow(1)])
 def test_content_of_another_kind_is_named(
     name: str, every: int, plain: Path, tmp_path: Path
@@ -261,7 +268,7 @@ def test_content_of_another_kind_is_named(
 
 def test_only_files_that_can_be_read_are_listed(sharded: Path) -> None:
     checkpoint = load_checkpoint(last(sharded))
-    for name in ("shards.json", "nothing.pt"):
+    for name in ("checkpoint.json", "nothing.pt"):
         with pytest.raises(CheckpointError, match=f"must be one of .*, got {name}") as caught:
             checkpoint.read(name)
         listed = str(caught.value).partition("one of ")[2].partition(", got")[0].split(", ")
@@ -281,7 +288,12 @@ class Harm:
 
 def test_no_pickle_is_executed(plain: Path, tmp_path: Path) -> None:
     mark = tmp_path / "executed"
-    for name in ("model.pt", "optim.pt", "state.pt", "rank_00000.pt"):
+    for name in (
+        "model.safetensors",
+        "optim.safetensors",
+        "state.safetensors",
+        "rank_00000.safetensors",
+    ):
         bad = copied(plain, tmp_path / "run")
         for harmful in (Harm(mark), {"model": Harm(mark)}):
             rewritten(bad, name, harmful)

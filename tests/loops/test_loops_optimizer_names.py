@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from stepwrap.loops import (
     save_checkpoint,
 )
 from stepwrap.loops.checkpoints import checkpoint as format_of_checkpoints
+from stepwrap.loops.checkpoints.tensor_files import pack
 from stepwrap.loops.checkpoints.weights import get_weights
 from stepwrap.wrappers import (
     AmpOptimWrapper,
@@ -224,13 +224,11 @@ def test_what_does_not_fit_is_listed(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 def strip_names(path: Path) -> Path:
     """Make a checkpoint look like one of a version that stored no names."""
-    content = torch.load(path / "optim.pt", weights_only=True)
+    content = load_checkpoint(path).read("optim")
     for group in content["param_groups"]:
         del group["param_names"]
-    torch.save(content, path / "optim.pt")
-    data = (path / "optim.pt").read_bytes()
     meta = json.loads((path / "checkpoint.json").read_text())
-    meta["files"]["optim.pt"] = {"size": len(data), "sha256": sha256(data).hexdigest()}
+    meta["files"]["optim.safetensors"] = pack("optim", content).write(path)
     meta["sha256"] = format_of_checkpoints._digest(meta)
     (path / "checkpoint.json").write_text(format_of_checkpoints._meta_text(meta))
     return path

@@ -116,7 +116,7 @@ def saved_buffers(run_dir: Path) -> list[Any]:
     path = find_checkpoint(run_dir)
     assert path is not None
     checkpoint = load_checkpoint(path)
-    return [checkpoint.read(f"rank_{rank:05d}.pt").get("buffers") for rank in range(2)]
+    return [checkpoint.read(f"rank_{rank:05d}").get("buffers") for rank in range(2)]
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)

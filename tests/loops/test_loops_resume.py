@@ -148,7 +148,7 @@ def test_another_number_of_ranks_continues_with_updates_of_the_same_size(
     load_checkpoint(path).restore(state)
     assert load_checkpoint(path).meta["batch"] == 4
     assert re.search("saved at world size 2, .*has 1:", caplog.text)
-    files = [load_checkpoint(path).read(f"rank_0000{rank}.pt") for rank in (0, 1)]
+    files = [load_checkpoint(path).read(f"rank_0000{rank}") for rank in (0, 1)]
     values = torch.cat([content["logs"]["values"]["loss"] for content in files])
     assert state.logs.means()["loss"].item() == pytest.approx(values.mean().item(), rel=1e-6)
     with caplog.at_level(logging.INFO):

@@ -65,6 +65,8 @@ class Memory(nn.Module):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
         self.register_buffer("calls", torch.zeros(()))
+        # torch does not write into expanded tensors.
+        self.register_buffer("scale", torch.ones(1).expand(3))
         self.count = 0
         self.kept: Tensor | None = None
 

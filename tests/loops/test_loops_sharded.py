@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from loop_parts import Value
 from marks import slow
 from ranks import run_ranks
+from safetensors.torch import load_file
 from sharded_runs import CASES, batch, contents, gradients, make_run, same, train
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -28,7 +30,7 @@ from stepwrap.loops import (
     save_alone,
     save_checkpoint,
 )
-from stepwrap.loops.checkpoints.shards import SavedTensor
+from stepwrap.loops.checkpoints.saved_tensors import SavedTensor
 from stepwrap.loops.schedule import start_counting
 
 TARGETS = [("single", 1), ("ddp", 2), ("fsdp", 2), ("tensor", 2), ("fsdp x tensor", 4)]
@@ -69,25 +71,17 @@ def test_the_files(kind: str, size: int, tmp_path: Path) -> None:
     path = run_ranks(_save, size, kind, tmp_path)[0][0]
     meta = json.loads((path / "checkpoint.json").read_text())
     assert set(meta["files"]) | {"checkpoint.json"} == {file.name for file in path.iterdir()}
-    shards = {name for name in meta["files"] if ".shard_" in name}
-    # Replicas write nothing: HSDP's second half, and all but one group of split layers.
-    writers = {"ddp": 0, "hsdp": 2, "tensor": 2, "ddp x tensor": 2}.get(kind, size)
-    assert {int(name.split("_")[1][:5]) for name in shards} == set(range(writers))
-    assert meta["format"] == (1 if kind == "ddp" else 2)
-    assert ("shards.json" in meta["files"]) == bool(writers)
-    for name in meta["files"]:
-        if name.endswith(".pt"):
-            torch.load(path / name, weights_only=True)
-    saved = load_checkpoint(path).read("model.pt")
+    ranks = {f"rank_{rank:05d}" for rank in range(size)}
+    assert {name.removesuffix(".safetensors") for name in meta["files"]} == {
+        *("model", "optim", "state"),
+        *ranks,
+    }
+    saved = load_checkpoint(path).read("model")
     assert [type(value) for value in saved.values()] == [Tensor] * 8
     assert saved["net.0.weight"].shape == (512, 4)
-    # No part is written twice.
-    if shards:
-        table = json.loads((path / "shards.json").read_text())
-        for entry in table["model"].values():
-            assert len({tuple(entry["offsets"]) for entry in entry["pieces"]}) == len(
-                entry["pieces"]
-            )
+    opened = load_file(path / "model.safetensors")
+    assert opened.keys() == saved.keys()
+    assert all(torch.equal(opened[name], value) for name, value in saved.items())
 
 
 def _read_counting(kind: str, path: Path) -> tuple[int, int]:
@@ -210,7 +204,7 @@ def _damaged(path: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["model.shard_00001.pt", "shards.json", "optim.pt"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optim.safetensors"])
 def test_a_damaged_part_is_named_and_the_one_before_taken(name: str, tmp_path: Path) -> None:
     checkpoint = run_ranks(_save, 2, "fsdp", tmp_path, 1)[0][0]
     bad = run_ranks(_save, 2, "fsdp", tmp_path)[0][0]
@@ -220,9 +214,9 @@ def test_a_damaged_part_is_named_and_the_one_before_taken(name: str, tmp_path: P
     texts = run_ranks(_damaged, 2, bad)
     assert texts[0] == texts[1]
     assert name in texts[0]
-    if name != "optim.pt":
+    if name != "optim.safetensors":
         with pytest.raises(CheckpointError, match=name):
-            load_checkpoint(bad).read("model.pt")
+            load_checkpoint(bad).read("model")
     assert find_checkpoint(tmp_path) == checkpoint
 
 
@@ -264,14 +258,14 @@ def test_other_parts_of_a_run_get_whole_tensors(tmp_path: Path) -> None:
 
 def _failing_rank(kind: str, folder: Path) -> str:
     state = make_run(kind)
-    real = torch.save
+    real = os.fsync
     if dist.get_rank() == 1:
-        torch.save = _refuse
+        os.fsync = _refuse
     try:
         with pytest.raises(CheckpointError) as caught:
             save_checkpoint(folder, state)
     finally:
-        torch.save = real
+        os.fsync = real
     return str(caught.value)
 
 
@@ -316,7 +310,7 @@ def _validate_and_save(folder: Path) -> bool:
     with torch.no_grad():
         state.model.module(*batch(state, 9), mode="tensor")
     path = save_checkpoint(folder, state)
-    assert load_checkpoint(path).meta["format"] == 2
+    assert load_checkpoint(path).meta["format"] == 3
     load_checkpoint(path).restore(state)
     train(state, range(2, 3))
     train(other, range(3))

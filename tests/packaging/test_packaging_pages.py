@@ -28,6 +28,7 @@ import stepwrap.collectives
 import stepwrap.collectives.dist
 import stepwrap.wrappers
 from stepwrap.collectives import trace_collectives
+from stepwrap.loops import load_checkpoint
 from stepwrap.registry import DEFAULT_HOOKS, HOOK_TYPES, HOOKS, MODEL_WRAPPERS
 from stepwrap.runner.command.cli import COMMANDS, main
 from stepwrap.wrappers import ReplicationCallbackDataParallel
@@ -187,7 +188,10 @@ def test_the_example_of_an_adapter(tmp_path: Path) -> None:
     assert not any(done.returncode for done in outputs)
     assert shown.strip() in outputs[1].stderr
     small, large = (
-        sum(file.stat().st_size for file in tmp_path.glob(f"runs/{run}/checkpoints/*/model.pt"))
+        sum(
+            file.stat().st_size
+            for file in tmp_path.glob(f"runs/{run}/checkpoints/*/model.safetensors")
+        )
         for run in ("lora", "digits_single")
     )
     assert small < large / 2
@@ -280,8 +284,8 @@ def test_the_example_of_stochastic_weight_averaging(tmp_path: Path) -> None:
     (tmp_path / "swa.yaml").write_text(f"_base_: circle.yaml\n{example}")
     run("-m", "stepwrap.runner", "train", "swa.yaml", cwd=tmp_path)
     # The averages of the epochs 3, 4 and 5.
-    (state,) = (tmp_path / "runs" / "swa" / "checkpoints").glob("step_00000320/state.pt")
-    swa = torch.load(state, weights_only=True)["stateful"]["hooks.swa"]
+    checkpoint = load_checkpoint(tmp_path / "runs" / "swa" / "checkpoints" / "step_00000320")
+    swa = checkpoint.read("state")["stateful"]["hooks.swa"]
     assert swa["count"] == 3
 
 

@@ -370,7 +370,7 @@ def test_folders_to_import_from_are_relative_to_the_file(write: Write, workplace
 def test_the_folder_of_a_run_is_its_run_dir(write: Write) -> None:
     write("old/config.yaml", "run_dir: elsewhere\nname: a\n")
     assert load_config("old/config.yaml").run_dir == "elsewhere"
-    write("old/checkpoints/step_1/model.pt", "")
+    write("old/checkpoints/step_1/model.safetensors", "")
     cfg = load_config("old/config.yaml")
     assert (cfg.run_dir, cfg.origin("run_dir")) == ("old", "the folder of old/config.yaml")
     assert load_config("old/config.yaml", ["run_dir=new"]).run_dir == "new"

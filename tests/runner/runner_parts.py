@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import warm
 from forks import TEMPLATE
+from safetensors.torch import load_file
 from torch import Tensor
 
 from stepwrap.collectives import get_rank, get_world_size
@@ -219,7 +220,7 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 def final_weights(run_dir: Path) -> dict[str, Tensor]:
     path = find_checkpoint(run_dir)
     assert path is not None
-    weights: dict[str, Tensor] = torch.load(path / "model.pt", weights_only=True)
+    weights: dict[str, Tensor] = load_file(path / "model.safetensors")
     return weights
 
 

@@ -55,7 +55,7 @@ def test_a_name_is_a_checkpoint_of_the_run(ours: Path, capsys: Capture) -> None:
         assert main([command, config, "--checkpoint", NAME, *out, *data]) == 0
         if command != "export":
             assert f"checkpoint: {checkpoint}\n" in capsys.readouterr().out
-    weights = load_checkpoint(checkpoint).read("model.pt")
+    weights = load_checkpoint(checkpoint).read("model")
     model = load_model(ours, NAME)
     for words in ([], ["--without-step", "20"]):
         folder = ours if not words else shutil.copytree(ours, ours.with_name("copy"))
@@ -91,7 +91,7 @@ def test_another_runs_checkpoint_needs_a_path(ours: Path, capsys: Capture) -> No
     with pytest.raises(CheckpointError, match="did you mean step_00000012-3"):
         load_model(ours, "step_00000012-4")
     # A text with a slash, and a Path, are paths.
-    weights = load_checkpoint(local_copy).read("model.pt")
+    weights = load_checkpoint(local_copy).read("model")
     for which in (f"./{NAME}", Path(NAME), str(local_copy), "../../other", Path("../../other")):
         model = load_model(ours, which)
         assert all(torch.equal(model.state_dict()[name], one) for name, one in weights.items())
@@ -116,7 +116,7 @@ def test_the_folder_of_another_run(
     # load_from has no run whose folder a name could be in: each text is a path.
     model = load_model(ours)
     load_weights(model, "other")
-    best = load_checkpoint(other / "checkpoints" / NAME).read("model.pt")
+    best = load_checkpoint(other / "checkpoints" / NAME).read("model")
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in best.items())
     assert main(["check", config, f"load_from={NAME}"]) == 2
     assert re.search("load_from takes a path.* runs/my_run", capsys.readouterr().err)

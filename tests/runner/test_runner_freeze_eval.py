@@ -11,6 +11,7 @@ import pytest
 import torch
 from marks import slow
 from ranks import run_ranks
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from weights import apart, whole_weights
@@ -108,10 +109,7 @@ def test_until_a_step_and_after_a_resume(caplog: pytest.LogCaptureFixture) -> No
     settings = config(freeze=freeze, run_dir="runs/a")
     settings["hooks"] |= save
     weights = trained(settings)
-    saved = [
-        torch.load(f"runs/a/checkpoints/step_{step:08d}/model.pt", weights_only=True)
-        for step in (2, 3)
-    ]
+    saved = [load_file(f"runs/a/checkpoints/step_{step:08d}/model.safetensors") for step in (2, 3)]
     assert [int(content["net.backbone.1.num_batches_tracked"]) for content in saved] == [0, 1]
     assert "still update" not in caplog.text
     for step in (1, 3):

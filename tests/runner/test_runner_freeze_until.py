@@ -11,6 +11,7 @@ import torch
 from marks import slow
 from parallel_runs import BATCH, PLAN, Sentences, Transformer, settings
 from ranks import run_ranks
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from weights import apart, whole_weights
 
@@ -113,7 +114,7 @@ def test_like_plain_pytorch_and_after_a_resume(form: str, optimizer: str, at: in
     # Frozen parameters are unchanged and have no optimizer state.
     torch.manual_seed(0)
     initial = {f"net.{k}": v for k, v in Transformer(dtype="float64").named_parameters()}
-    saved = torch.load(f"{checkpoint}/model.pt", weights_only=True)
+    saved = load_file(f"{checkpoint}/model.safetensors")
     for name in initial:
         if isinstance(saved[name], Tensor):
             is_frozen = until(name.removeprefix("net.")) >= at

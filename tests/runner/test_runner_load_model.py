@@ -29,14 +29,16 @@ def test_the_evaluated_model_of_a_paused_run(run: Path, capsys: pytest.CaptureFi
     stop = "hooks.stop={type: runner_parts.SignalHook, at_step: 31}"
     assert main(["train", "points.yaml", EMA, stop]) == 128 + signal.SIGTERM
     out = capsys.readouterr().out
-    assert re.search(r"state\.pt .*stateful / hooks\.ema / model \(not.*model\.pt\)", out)
+    assert re.search(
+        r"state\.safetensors .*stateful / hooks\.ema / model \(not.*model\.safetensors\)", out
+    )
     assert "load_model('runs/points')" in out
     for which in ("best", "latest"):
         checkpoint = load_checkpoint(find_checkpoint("runs/points", which))
         model = load_model("runs/points", which)
         assert not any(module.training for module in model.modules())
-        averages = checkpoint.read("state.pt")["stateful"]["hooks.ema"]["model"]
-        plain = checkpoint.read("model.pt")
+        averages = checkpoint.read("state")["stateful"]["hooks.ema"]["model"]
+        plain = checkpoint.read("model")
         for name, value in model.state_dict().items():
             assert torch.equal(value, averages[name])
             assert not torch.equal(value, plain[name])
@@ -64,7 +66,7 @@ def test_a_folder_without_its_config(run: Path) -> None:
     with pytest.raises(CheckpointError, match="runs/points has no checkpoint"):
         load_model("runs/points")
     assert main(["train", "points.yaml", "train.max_epochs=1"]) == 0
-    plain = load_checkpoint(find_checkpoint("runs/points", "best")).read("model.pt")
+    plain = load_checkpoint(find_checkpoint("runs/points", "best")).read("model")
     loaded = load_model("runs/points").state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in plain.items())
     Path("runs/points/config.yaml").unlink()

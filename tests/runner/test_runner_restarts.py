@@ -25,7 +25,7 @@ def assert_equals_uninterrupted(folder: Path, nproc: int, *settings: str) -> Non
     """Compare the run in a folder with an uninterrupted one."""
     run_ranks(train_here, nproc, folder, "whole", False, *settings)
     newest = [find_checkpoint(folder / name) for name in ("run", "whole")]
-    run, uninterrupted = (load_checkpoint(path).read("model.pt") for path in newest if path)
+    run, uninterrupted = (load_checkpoint(path).read("model") for path in newest if path)
     assert_identical(run, uninterrupted)
     trained = [
         record for record in timeless_records(folder / "run") if record.get("phase") != "test"

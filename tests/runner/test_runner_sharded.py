@@ -28,9 +28,9 @@ def test_a_sharded_run_is_tested_and_continued_elsewhere(
     path = find_checkpoint(folder)
     assert path is not None
     checkpoint = load_checkpoint(path)
-    assert checkpoint.meta["format"] == 2
-    weights = checkpoint.read("model.pt")
-    averages = checkpoint.read("state.pt")["stateful"]["hooks.ema"]["model"]
+    assert checkpoint.meta["format"] == 3
+    weights = checkpoint.read("model")
+    averages = checkpoint.read("state")["stateful"]["hooks.ema"]["model"]
     assert (
         weights.keys()
         == averages.keys()

@@ -38,7 +38,17 @@ def save_buffers(model: nn.Module, without: Iterable[nn.Module] = ()) -> _Saved:
 def restore_buffers(saved: _Saved) -> None:
     """Restore the tensors and their values; other objects may refer to the tensors."""
     for owner, name, buffer, value in saved:
-        owner[name] = buffer.copy_(value)
+        owner[name] = buffer
+        # torch never writes into an expanded tensor.
+        if not _is_expanded(buffer):
+            buffer.copy_(value)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in pairs)
 
 
 def transient_buffers(model: nn.Module) -> dict[str, Tensor]:
