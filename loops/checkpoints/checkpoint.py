@@ -39,9 +39,9 @@ from .files import CheckpointError, own_rank, run_on_all_ranks, world_size
 from .optimizers import add_parameter_names
 from .tensor_files import (
     SUFFIX,
-    Parts,
+    LocalShards,
     TensorFile,
-    assign_parts,
+    assign_shards,
     divide,
     index_text,
     pack,
@@ -298,38 +298,41 @@ def _save(
     rank, meta = own_rank(), _describe(state, reason, is_best)
     shared: list[TensorFile] = []
     # By rank: the parts of sharded tensors in each file, and the hashes of the buffers.
-    collected: list[tuple[dict[str, Parts], Digests]] = []
+    collected: list[tuple[dict[str, LocalShards], Digests]] = []
 
-    def collect() -> tuple[dict[str, Parts], Digests]:
+    def collect() -> tuple[dict[str, LocalShards], Digests]:
         # If the state is sharded, each rank has parts of the contents.
         if rank == 0 or weights.has_sharded_state(state):
             shared.extend(_shared_files(state))
-        return {file.name: file.parts for file in shared}, buffer_digests(state.model)
+        return {file.name: file.shards for file in shared}, buffer_digests(state.model)
 
-    def write() -> dict[str, Any]:
-        own = _own_contents(state, at_current_batch)
-        own |= differing_buffers(state.model, [digests for _, digests in collected])
-        own |= changed_transient_buffers(state)
-        own_file = pack(rank_stem(rank), own)
+    def write() -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
+        contents = _own_contents(state, at_current_batch)
+        contents |= differing_buffers(state.model, [digests for _, digests in collected])
+        contents |= changed_transient_buffers(state)
+        own_file = pack(rank_stem(rank), contents)
         if rank != 0:
-            return _write(draft, [own_file], {})
-        return _write(draft, [own_file, *shared], _texts(state, shared))
+            return _write(draft, [own_file], {}), {}
+        positions = {file.name: file.positions for file in shared}
+        return _write(draft, [own_file, *shared], _texts(state, shared)), positions
 
-    def write_parts() -> None:
+    def write_shards() -> None:
         with disk.explaining_full_disks(draft, lambda: sum(file.num_bytes for file in shared)):
             for file in shared:
-                ranks = [parts.get(file.name, {}) for parts, _ in collected]
-                file.write_parts(draft, assign_parts(file, ranks, rank))
+                ranks = [shards.get(file.name, {}) for shards, _ in collected]
+                names = assign_shards(file, ranks, rank)
+                file.write_shards(draft, names, outcomes[0][1].get(file.name, {}))
 
     draft = run(lambda: disk.make_draft(folder) if rank == 0 else folder)[0]
     try:
         collected = run(collect)
-        written = {**ChainMap(*run(write))}
-        divided = sorted(name for name, about in written.items() if about is None)
-        if divided:
-            run(write_parts)
+        outcomes = run(write)
+        written = {**ChainMap(*[files for files, _ in outcomes])}
+        with_gaps = sorted(name for name, about in written.items() if about is None)
+        if with_gaps:
+            run(write_shards)
             # Each rank reads some of the files.
-            names = divided[rank :: world_size()]
+            names = with_gaps[rank :: world_size()]
             hashed = run(lambda: {name: disk.fingerprint(draft / name) for name in names})
             written |= ChainMap(*hashed)
         meta["files"] = written
@@ -353,8 +356,8 @@ def _write(
 
 def _shared_files(state: LoopState) -> list[TensorFile]:
     """Return the files of all ranks together."""
-    model, *others = (pack(stem, content) for stem, content in _contents(state).items())
-    return [*divide(model), *others]
+    model, *states = (pack(stem, content) for stem, content in _contents(state).items())
+    return [*divide(model), *states]
 
 
 def _texts(state: LoopState, files: Sequence[TensorFile]) -> dict[str, str]:
@@ -363,7 +366,10 @@ def _texts(state: LoopState, files: Sequence[TensorFile]) -> dict[str, str]:
     config: Any = getattr(user_model(state.model), "config", None)
     if callable(getattr(config, "to_json_string", None)):
         # The settings of a model of transformers, from which it can be built.
-        texts["config.json"] = config.to_json_string()
+        try:
+            texts["config.json"] = str(config.to_json_string())
+        except Exception:
+            logger.warning("the model's config cannot be saved as config.json", exc_info=True)
     return texts
 
 

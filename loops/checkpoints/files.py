@@ -99,10 +99,12 @@ def write_text(path: Path, text: str) -> dict[str, Any]:
 
 
 @contextmanager
-def open_synced(path: Path, mode: str) -> Iterator[IO[bytes]]:
+def open_synced(
+    path: Path, mode: str, opener: Callable[[str, int], int] | None = None
+) -> Iterator[IO[bytes]]:
     """Open a file; at the end it is synced to disk. An OSError names the file."""
     try:
-        with path.open(mode) as file:
+        with open(path, mode, opener=opener) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

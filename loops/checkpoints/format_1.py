@@ -6,7 +6,7 @@ A sharded tensor is in one file for each rank that has a part of it, and a table
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -32,13 +32,14 @@ class Reader(tensor_files.Reader):
 
     suffix = ".pt"
 
-    def _read(self, stem: str, *, by_parts: bool) -> Any:
+    def _read(self, stem: str, keys: Sequence[str], *, by_parts: bool) -> Any:
         sharded = self._table.get(stem, {})
-        content = self._file(f"{stem}.pt", mmap=by_parts or bool(sharded))
-        if not (by_parts or sharded):
-            return content
-        with reading(self._folder, _TABLE, stem):
-            tree = map_tree(content, partial(self._resolve, sharded))
+        tree = self._file(f"{stem}.pt", mmap=by_parts or bool(sharded))
+        if by_parts or sharded:
+            with reading(self._folder, _TABLE, stem):
+                tree = map_tree(tree, partial(self._resolve, sharded))
+        for key in keys:
+            tree = tree[key]
         return tree if by_parts else load_whole_tensors(tree)
 
     @cached_property

@@ -29,7 +29,7 @@ from .checkpoint import links_in, list_checkpoints, rank_stem, read_meta
 from .files import CheckpointError, find_damage, own_rank, reading, run_on_all_ranks, world_size
 from .optimizers import NameOrders, fit_to_run
 from .saved_tensors import load_whole_tensors
-from .tensor_files import Reader, stem_of
+from .tensor_files import Reader, get_stem
 
 logger = logging.getLogger(__name__)
 
@@ -48,22 +48,24 @@ class Checkpoint:
     path: Path
     meta: dict[str, Any]
 
-    def read(self, name: str) -> Any:
-        """Return the content of a file, on the CPU, with whole tensors; does not communicate.
+    def read(self, name: str, *, by_parts: bool = False) -> Any:
+        """Return the content of a file, on the CPU; does not communicate.
 
         Args:
             name: one of ``stems``, such as "model"; a suffix is ignored.
+            by_parts: return larger tensors as ``SavedTensor``, which are read when they are
+                indexed.
 
         Raises:
             CheckpointError: the file does not exist, or is damaged.
         """
-        files = self._reader(by_parts=False)
-        if stem_of(name) not in files.stems:
+        files = self._reader(by_parts=by_parts)
+        if get_stem(name) not in files.stems:
             raise CheckpointError(
                 f"the file to read in {self.path} must be one of {', '.join(files.stems)}, got "
                 f"{name}"
             )
-        return files.whole(stem_of(name))
+        return files.tree(get_stem(name))
 
     @property
     def stems(self) -> list[str]:
@@ -94,22 +96,21 @@ class Checkpoint:
 
         run_on_all_ranks(f"loading the model of {self.path}", load)
 
-    def read_model(self, *, evaluated: bool = False) -> dict[str, Any]:
-        """Return the weights by the model's names, as whole tensors on the CPU.
-
-        Every rank must call this.
+    def read_model(self, *, evaluated: bool = False, by_parts: bool = False) -> dict[str, Any]:
+        """Return the weights by the model's names, on the CPU; every rank must call this.
 
         Args:
             evaluated: as for ``load_model``.
+            by_parts: as for ``read``.
 
         Raises:
             CheckpointError: a file is damaged.
         """
-        files = self._files(by_parts=False)
+        files = self._reader(by_parts=by_parts)
         weights: list[dict[str, Any]] = []
         run_on_all_ranks(
             f"reading the model of {self.path}",
-            lambda: weights.append(load_whole_tensors(self._weights(files, evaluated))),
+            lambda: weights.append(self._weights(files, evaluated)),
         )
         return dict(weights[0])
 
@@ -118,10 +119,7 @@ class Checkpoint:
         name, *keys = self.evaluated
         if evaluated and keys:
             with reading(self.path, name, ".".join(keys)):
-                average = files.tree(stem_of(name))
-                for key in keys:
-                    average = average[key]
-                saved.update(average)
+                saved.update(files.tree(get_stem(name), *keys))
         return saved
 
     def load_states(self, state: LoopState) -> None:

@@ -31,7 +31,7 @@ class SavedTensor:
         slices = [slice(None)] * len(self.shape) if index is ... else index
         bounds = [s.indices(size)[:2] for s, size in zip(slices, self.shape, strict=True)]
         starts, part_sizes = [low for low, _ in bounds], [high - low for low, high in bounds]
-        result = torch.empty(part_sizes, dtype=self.dtype)
+        result = torch.empty(part_sizes, dtype=self.dtype, device="cpu")
         for offsets, sizes, load in self._pieces:
             common = overlap((starts, part_sizes), (offsets, sizes))
             if common is not None:

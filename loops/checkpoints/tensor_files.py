@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -24,7 +24,7 @@ from torch import Tensor
 from ...wrappers.layout import get_layout, is_dtensor, local_part
 from .files import CheckpointError, find_damage, open_synced, reading
 from .saved_tensors import SMALL, SavedTensor
-from .trees import Encoder, decode
+from .trees import TREE, Encoder, decode
 
 SUFFIX = ".safetensors"
 # Models above this size are divided into files of at most this size, as Hugging Face does.
@@ -42,8 +42,23 @@ _CODES = {
     )
 }
 
-# By name of a sharded tensor: the offsets and sizes of one rank's part.
-Parts: TypeAlias = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+# The header of a file, which safetensors reads up to this size; JSON above the second size is in a
+# separate tensor.
+_MAX_HEADER_BYTES, _MAX_ENTRY_BYTES = 100_000_000, 2**20
+# Tensors are copied, hashed and written in chunks of this size.
+_CHUNK_BYTES = 2**22
+
+
+class LocalShard(NamedTuple):
+    """One rank's part of a sharded tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+LocalShards: TypeAlias = dict[str, LocalShard]
 
 
 @dataclass
@@ -52,7 +67,7 @@ class TensorFile:
 
     Attributes:
         name: the name of the file.
-        tensors: by name; of sharded ones, this rank has a part.
+        tensors: by name; of sharded ones, this rank has a shard.
         tree: the containers in JSON.
         aliases: further names of tensors, as ``safetensors.torch.save_model`` stores them.
     """
@@ -66,11 +81,22 @@ class TensorFile:
     def num_bytes(self) -> int:
         return sum(map(_num_bytes, self.tensors.values()))
 
-    @property
-    def parts(self) -> Parts:
-        """Where this rank's parts of sharded tensors belong."""
+    @cached_property
+    def shards(self) -> LocalShards:
+        """This rank's parts of sharded tensors, by name."""
         layouts = {n: get_layout(t) for n, t in self.tensors.items() if is_dtensor(t)}
-        return {name: (layout.offsets, layout.sizes) for name, layout in layouts.items()}
+        return {
+            name: LocalShard(
+                layout.shape, str(self.tensors[name].dtype), layout.offsets, layout.sizes
+            )
+            for name, layout in layouts.items()
+        }
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """The position in the file of each sharded tensor's first byte, by name."""
+        _, starts = self._header()
+        return {name: starts[name] for name in self.shards}
 
     def write(self, folder: Path) -> dict[str, Any] | None:
         """Write the file, with gaps for sharded tensors.
@@ -87,54 +113,94 @@ class TensorFile:
                 if isinstance(data, int):
                     has_gaps = True
                     file.seek(data, os.SEEK_CUR)
-                else:
-                    file.write(data)
-                    digest.update(data)
+                    continue
+                for start in range(0, len(data), _CHUNK_BYTES):
+                    # A copy, because another thread may change the tensor meanwhile.
+                    chunk = bytes(data[start : start + _CHUNK_BYTES])
+                    file.write(chunk)
+                    digest.update(chunk)
             size = file.tell()
             file.truncate()
         return None if has_gaps else {"size": size, "sha256": digest.hexdigest()}
 
-    def write_parts(self, folder: Path, names: Sequence[str]) -> None:
-        """Write this rank's parts of the sharded tensors ``names`` into the file of rank 0."""
+    def write_shards(
+        self, folder: Path, names: Sequence[str], positions: Mapping[str, int]
+    ) -> None:
+        """Write this rank's parts of the sharded tensors ``names`` into the file of rank 0.
+
+        Args:
+            folder: the folder of the file.
+            names: the tensors.
+            positions: the ``positions`` of rank 0.
+        """
         if not names:
             return
-        places = _read_places(folder / self.name)
-        with open_synced(folder / self.name, "r+b") as file:
+        # Not opened for reading: a network file system would read whole pages, and write them back
+        # over the parts of ranks on other hosts.
+        with open_synced(folder / self.name, "wb", opener=_open_existing) as file:
             for name in names:
-                tensor, (offsets, sizes) = self.tensors[name], self.parts[name]
-                memory = _memory(local_part(tensor))
-                for start, stop, position in _runs(tensor.shape, offsets, sizes):
-                    width = tensor.element_size()
-                    file.seek(places[name] + position * width)
+                tensor, shard = self.tensors[name], self.shards[name]
+                memory, width = _memory(local_part(tensor)), tensor.element_size()
+                for start, stop, position in _runs(shard.shape, shard.offsets, shard.sizes):
+                    file.seek(positions[name] + position * width)
                     file.write(memory[start * width : stop * width])
 
     def _chunks(self) -> Iterator[Any]:
         """Yield the bytes of the file; for a sharded tensor, the number of its bytes."""
-        order = sorted(self.tensors, key=lambda name: -self.tensors[name].element_size())
-        header: dict[str, Any] = {"__metadata__": self._metadata()}
-        end = 0
-        for name in order:
-            tensor, start = self.tensors[name], end
-            end += _num_bytes(tensor)
-            dtype, shape = _CODES.get(tensor.dtype), list(tensor.shape)
-            if dtype is None:
-                dtype, shape = "U8", [*shape, tensor.element_size()]
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        yield len(text).to_bytes(8, "little") + text
-        for name in order:
+        header, starts = self._header()
+        yield header
+        for name in starts:
+            if name == TREE:
+                yield self._entry
+                continue
             tensor = self.tensors[name]
             yield _num_bytes(tensor) if is_dtensor(tensor) else _memory(tensor)
 
-    def _metadata(self) -> dict[str, str]:
+    def _header(self) -> tuple[bytes, dict[str, int]]:
+        """Return the bytes of the header, and the position of each tensor in the file, in order."""
+        order = sorted(self.tensors, key=lambda name: -self.tensors[name].element_size())
+        header: dict[str, Any] = {"__metadata__": self._metadata()}
+        end, starts = 0, {}
+        for name in order:
+            tensor = self.tensors[name]
+            starts[name], end = end, end + _num_bytes(tensor)
+            dtype, shape = _CODES.get(tensor.dtype), list(tensor.shape)
+            if dtype is None:
+                dtype, shape = "U8", [*shape, tensor.element_size()]
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [starts[name], end]}
+        if len(self._entry) > _MAX_ENTRY_BYTES:
+            starts[TREE], size = end, len(self._entry)
+            header[TREE] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        # Tensors that are mapped into memory begin at multiples of 64 bytes.
+        text += b" " * (-(8 + len(text)) % 64)
+        if len(text) > _MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"{self.name} would have {len(self.tensors)} tensors, and a header of "
+                f"{len(text) / 1e6:.3g} MB; safetensors reads up to {_MAX_HEADER_BYTES / 1e6:.3g} "
+                "MB: keep fewer and larger tensors in the states"
+            )
+        data = len(text).to_bytes(8, "little") + text
+        return data, {name: len(data) + start for name, start in starts.items()}
+
+    @cached_property
+    def _entry(self) -> bytes:
         dtypes = {
             name: str(tensor.dtype)
             for name, tensor in self.tensors.items()
             if tensor.dtype not in _CODES
         }
-        entry = json.dumps({"tree": self.tree, "dtypes": dtypes}, separators=(",", ":"))
+        entry = {"content": get_stem(self.name), "tree": self.tree, "dtypes": dtypes}
+        return json.dumps(entry, separators=(",", ":")).encode()
+
+    def _metadata(self) -> dict[str, str]:
+        is_large = len(self._entry) > _MAX_ENTRY_BYTES
+        entry = TREE if is_large else self._entry.decode()
         return {**self.aliases, "format": "pt", _ENTRY: entry}
+
+
+def _open_existing(path: str, flags: int) -> int:
+    return os.open(path, os.O_WRONLY)
 
 
 def pack(stem: str, content: Any) -> TensorFile:
@@ -144,7 +210,11 @@ def pack(stem: str, content: Any) -> TensorFile:
         TypeError: they contain an object that cannot be saved.
     """
     encoder = Encoder(stem)
-    tree = encoder.encode(content)
+    try:
+        tree = encoder.encode(content)
+    except RecursionError:
+        text = f"{stem}: containers contain themselves, or are nested too deeply"
+        raise TypeError(text) from None
     return TensorFile(f"{stem}{SUFFIX}", encoder.tensors, tree, encoder.aliases)
 
 
@@ -176,28 +246,30 @@ def index_text(files: Sequence[TensorFile]) -> tuple[str, str] | None:
         "metadata": {"total_size": sum(file.num_bytes for file in divided)},
         "weight_map": {name: file.name for file in divided for name in file.tensors},
     }
-    return f"{stem_of(divided[0].name)}{SUFFIX}.index.json", json.dumps(index, indent=2)
+    return f"{get_stem(divided[0].name)}{SUFFIX}.index.json", json.dumps(index, indent=2)
 
 
-def assign_parts(file: TensorFile, ranks: Sequence[Parts], rank: int) -> list[str]:
+def assign_shards(file: TensorFile, ranks: Sequence[LocalShards], rank: int) -> list[str]:
     """Return the sharded tensors whose part ``rank`` writes: the first rank that has a part does.
 
     Raises:
         CheckpointError: the parts do not make up the whole tensor.
     """
     assigned = []
-    for name in file.parts:
-        owners: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-        for other, parts in enumerate(ranks):
-            if name in parts and all(parts[name][1]):
-                owners.setdefault(parts[name], other)
-        counts: list[int] = [math.prod(sizes) for _, sizes in owners]
-        held = sum(counts)
-        if held != file.tensors[name].numel():
+    for name, local in file.shards.items():
+        owners: dict[LocalShard, int] = {}
+        for other, shards in enumerate(ranks):
+            if name in shards and all(shards[name].sizes):
+                owners.setdefault(shards[name], other)
+        counts: list[int] = [math.prod(shard.sizes) for shard in owners]
+        if sum(counts) != math.prod(local.shape):
             raise CheckpointError(
-                f"the ranks hold {held} of the {file.tensors[name].numel()} elements of {name} in "
-                f"{file.name}"
+                f"the ranks hold {sum(counts)} of the {math.prod(local.shape)} elements of {name} "
+                f"in {file.name}"
             )
+        if any(shard[:2] != local[:2] for shard in owners):
+            kinds = "; ".join(sorted({f"{shard.dtype} of shape {shard.shape}" for shard in owners}))
+            raise CheckpointError(f"{name} in {file.name} differs between ranks: {kinds}")
         if rank in owners.values():
             assigned.append(name)
     return assigned
@@ -229,75 +301,121 @@ class Reader:
     def stems(self) -> list[str]:
         """The names of the contents, such as "model" and "rank_00000"."""
         names = [name for name in self._files if name.endswith(self.suffix)]
-        return [*dict.fromkeys(map(stem_of, names))]
+        return [*dict.fromkeys(map(get_stem, names))]
 
-    def tree(self, stem: str) -> Any:
-        """Return the containers of ``stem``; if ``by_parts``, larger tensors as ``SavedTensor``."""
-        return self._read(stem, by_parts=self._by_parts)
+    def tree(self, stem: str, *keys: str) -> Any:
+        """Return the containers of ``stem``; if ``by_parts``, larger tensors as ``SavedTensor``.
+
+        Args:
+            stem: one of ``stems``.
+            keys: keys of the entry to return; nothing else is read.
+        """
+        return self._read(stem, keys, by_parts=self._by_parts)
 
     def whole(self, stem: str) -> Any:
         """Return the containers of ``stem`` with whole tensors."""
-        return self._read(stem, by_parts=False)
+        return self._read(stem, (), by_parts=False)
 
-    def _read(self, stem: str, *, by_parts: bool) -> Any:
-        names = [name for name in self._files if stem_of(name) == stem and name.endswith(SUFFIX)]
+    def _read(self, stem: str, keys: Sequence[str], *, by_parts: bool) -> Any:
+        names = [name for name in self._files if get_stem(name) == stem and name.endswith(SUFFIX)]
         self.check(*names)
-        with reading(self._folder, f"{stem}{SUFFIX}", "the content"):
+        with reading(self._folder, names[0], "the content"):
             files = [_OpenFile(self._folder / name, by_parts=by_parts) for name in names]
             owners = {name: file for file in files for name in file.names}
-            loaded: dict[str, Any] = {}
-
-            def load(name: str) -> Any:
-                # Tied weights are one tensor.
-                if name not in loaded:
-                    loaded[name] = owners[name].load(name)
-                return loaded[name]
-
-            return decode(files[0].tree, load)
+            tree = files[0].tree
+            for key in keys:
+                tree = _entries(tree)[key]
+            return decode(tree, cache(lambda name, strides: owners[name].load(name, strides)))
 
 
-def read_file(path: Path) -> Any:
-    """Return the containers in a file of a checkpoint; None if another program wrote the file."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        if _ENTRY not in (file.metadata() or {}):
-            return None
-    opened = _OpenFile(path, by_parts=False)
-    return decode(opened.tree, opened.load)
+def _entries(tree: Any) -> Any:
+    """Return the entries of a dict or OrderedDict in JSON."""
+    return tree.get("$ordered", tree)
 
 
-def stem_of(name: str) -> str:
+def read_file(path: Path, *, by_parts: bool = False) -> Any:
+    """Return the weights in a file of a checkpoint; None if another program wrote the file.
+
+    Of a divided model, these are the weights in this file.
+
+    Raises:
+        ValueError: the file contains other things than weights.
+    """
+    opened = _OpenFile(path, by_parts=by_parts)
+    if opened.content is None:
+        return None
+    if opened.content != "model":
+        raise ValueError(f"it contains {opened.content}, and the weights are in model{SUFFIX}")
+    tree = _entries(opened.tree or {})
+    if "-of-" in path.name:
+        names = {name: {"$tensor": name} for name in opened.names}
+        entries = {k: v for k, v in tree.items() if set(_names_in(v)) <= names.keys()}
+        return decode({**entries, **names}, cache(opened.load))
+    return decode(opened.tree, cache(opened.load))
+
+
+def _names_in(tree: Any) -> Iterator[str]:
+    """Yield the names of the tensors in JSON."""
+    if isinstance(tree, dict) and "$tensor" in tree:
+        yield tree["$tensor"]
+    elif isinstance(tree, (dict, list)):
+        for entry in tree.values() if isinstance(tree, dict) else tree:
+            yield from _names_in(entry)
+
+
+def get_stem(name: str) -> str:
     """Return the name of a file without its number and suffix, such as "model"."""
     return re.sub(r"(-\d+-of-\d+)?\..*", "", name)
 
 
 class _OpenFile:
+    """A file that is read tensor by tensor.
+
+    Attributes:
+        names: the names of the tensors.
+        content: the name of the content, such as "model"; None if another program wrote the file.
+    """
+
     def __init__(self, path: Path, *, by_parts: bool) -> None:
         from safetensors import safe_open
 
-        # Mapped tensors would fail if the file is removed by another host.
-        backend = "mmap" if by_parts else "pread"
-        opened: Any = safe_open(path, framework="pt", backend=backend)
+        # Mapped tensors would fail if another host removes the file.
+        opened: Any = safe_open(path, framework="pt", backend="mmap" if by_parts else "pread")
         self._file = opened
         self._by_parts = by_parts
-        self.names = [*opened.keys()]
-        entry = json.loads(opened.metadata()[_ENTRY])
-        self.tree = entry["tree"]
-        self._dtypes = {name: getattr(torch, d[6:]) for name, d in entry["dtypes"].items()}
+        names: list[str] = opened.keys()
+        self.names = [name for name in names if name != TREE]
+        text = (opened.metadata() or {}).get(_ENTRY, "null")
+        if text == TREE:
+            text = bytes(opened.get_tensor(TREE).numpy())
+        entry = json.loads(text)
+        if not isinstance(entry, dict):
+            entry = {}
+        self.content: str | None = entry.get("content")
+        self._tree = entry.get("tree")
+        self._dtypes = {name: vars(torch)[d[6:]] for name, d in entry.get("dtypes", {}).items()}
 
-    def load(self, name: str) -> Any:
-        header = self._file.get_slice(name)
-        shape = header.get_shape()
-        dtype = self._dtypes.get(name)
-        if dtype is not None:
+    @property
+    def tree(self) -> Any:
+        if self.content is None:
+            raise ValueError("another program wrote it")
+        return self._tree
+
+    def load(self, name: str, strides: tuple[int, ...] | None = None) -> Any:
+        shape = self._file.get_slice(name).get_shape()
+        if name in self._dtypes:
             shape = shape[:-1]
-        if not self._by_parts or math.prod(shape) <= SMALL:
-            return self._get(name).clone() if self._by_parts else self._get(name)
-        first = self._get(name)
-        return SavedTensor(
-            shape, first.dtype, [([0] * len(shape), shape, partial(self._get, name))]
-        )
+        if self._by_parts and math.prod(shape) > SMALL:
+            dtype, chunks = (
+                self._get(name).dtype,
+                [([0] * len(shape), shape, partial(self._get, name))],
+            )
+            return SavedTensor(shape, dtype, chunks)
+        tensor = self._get(name)
+        if strides is not None:
+            restrided = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="cpu")
+            return restrided.copy_(tensor)
+        return tensor.clone() if self._by_parts else tensor
 
     def _get(self, name: str) -> Tensor:
         tensor: Tensor = self._file.get_tensor(name)
@@ -314,26 +432,19 @@ class _Run(NamedTuple):
 
 
 def _runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[_Run]:
-    """Yield the pieces of a part that are contiguous in the whole tensor."""
+    """Yield the chunks of a part that are contiguous in the whole tensor."""
     if not math.prod(sizes):
         return
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    cut = [dim for dim, size in enumerate(sizes) if size != shape[dim]]
-    last = cut[-1] if cut else 0
-    length = math.prod(sizes[last:])
-    rows = product(*(range(o, o + n) for o, n in zip(offsets[:last], sizes[:last], strict=True)))
-    first = offsets[last] * strides[last] if shape else 0
-    for number, row in enumerate(rows):
-        position = first + sum(i * s for i, s in zip(row, strides, strict=False))
+    split_dims = [dim for dim, size in enumerate(sizes) if size != shape[dim]]
+    # The run has all of the later dimensions.
+    inner = split_dims[-1] if split_dims else 0
+    length = math.prod(sizes[inner:])
+    ranges = zip(offsets[:inner], sizes[:inner], strict=True)
+    start = offsets[inner] * strides[inner] if shape else 0
+    for number, row in enumerate(product(*(range(low, low + size) for low, size in ranges))):
+        position = start + sum(i * stride for i, stride in zip(row, strides, strict=False))
         yield _Run(number * length, (number + 1) * length, position)
-
-
-def _read_places(path: Path) -> dict[str, int]:
-    """Return the position in the file of each tensor's first byte."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    return {k: 8 + length + v["data_offsets"][0] for k, v in header.items() if k[:2] != "__"}
 
 
 def _num_bytes(tensor: Tensor) -> int:

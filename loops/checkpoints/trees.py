@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 import sys
+import warnings
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
-from datetime import date, datetime, time, timedelta
+from datetime import date, datetime, time, timedelta, timezone
 from enum import Enum
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -21,7 +22,9 @@ _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 # An object in JSON whose first key is a tag stands for a value that JSON lacks. It may have a
 # second entry.
 _TENSOR = "$tensor"
-_REST = "rest"
+# The name of a tensor with the JSON of its file.
+TREE = "stepwrap.tree"
+_EXTRA = "extra"
 
 
 def _ordered(entries: Any, versions: Any = None) -> OrderedDict[Any, Any]:
@@ -33,9 +36,10 @@ def _ordered(entries: Any, versions: Any = None) -> OrderedDict[Any, Any]:
 
 
 def _dtype(text: str) -> torch.dtype:
-    dtype = getattr(torch, text.removeprefix("torch."), None)
+    # Not getattr(), which may import modules of torch.
+    dtype = vars(torch).get(text.removeprefix("torch."))
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{text} is no dtype of torch {torch.__version__}")
+        raise ValueError(f"{text} is not a dtype of torch {torch.__version__}")
     return dtype
 
 
@@ -48,25 +52,42 @@ _TYPES: dict[str, tuple[type, Callable[[Any], Any], Callable[..., Any]]] = {
     "$deque": (deque, list, deque),
     "$counter": (Counter, dict, Counter),
     "$ordered": (OrderedDict, dict, _ordered),
+    # JSON in Python has at most 4,300 digits.
+    "$int": (int, hex, lambda text: int(text, 16)),
     "$bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
     "$complex": (complex, lambda value: [value.real, value.imag], lambda pair: complex(*pair)),
     "$range": (range, lambda v: [v.start, v.stop, v.step], lambda limits: range(*limits)),
     "$dtype": (torch.dtype, str, _dtype),
     "$device": (torch.device, str, torch.device),
-    "$datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "$datetime": (
+        datetime,
+        datetime.isoformat,
+        lambda text, fold: datetime.fromisoformat(text).replace(fold=fold),
+    ),
     "$date": (date, date.isoformat, date.fromisoformat),
-    "$time": (time, time.isoformat, time.fromisoformat),
+    "$time": (
+        time,
+        time.isoformat,
+        lambda text, fold: time.fromisoformat(text).replace(fold=fold),
+    ),
     "$timedelta": (
         timedelta,
         lambda v: [v.days, v.seconds, v.microseconds],
-        lambda parts: timedelta(*parts),
+        lambda numbers: timedelta(*numbers),
     ),
     "$path": (type(Path()), str, Path),
     "$posix_path": (PurePosixPath, str, PurePosixPath),
     "$windows_path": (PureWindowsPath, str, PureWindowsPath),
 }
 # By tag: the attribute with the second argument of the function that restores the value.
-_ATTRIBUTES = {"$deque": "maxlen", "$ordered": "_metadata"}
+_ATTRIBUTES = {
+    "$deque": "maxlen",
+    "$ordered": "_metadata",
+    "$datetime": "fold",
+    "$time": "fold",
+}
+# Arrays of at most this number of bytes are in the JSON, since there may be many of them.
+_SMALL_BYTES = 256
 _TAGS = {kind: tag for tag, (kind, _, _) in _TYPES.items()}
 
 
@@ -92,25 +113,25 @@ class Encoder:
             TypeError: it contains an object that cannot be saved.
         """
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in _PLAIN and not (kind is int and value.bit_length() > 4096):
             return value
         if isinstance(value, Tensor):
             return self._encode_tensor(value, path)
-        if isinstance(value, (list, Mapping)) and kind not in _TAGS:
-            return self._encode_container(value, f"{path}." if path else "")
         tag, content = _content(value)
         if tag is not None:
             encoded = {tag: self.encode(content, path)}
-            rest = getattr(value, _ATTRIBUTES.get(tag, ""), None)
-            return encoded if rest is None else {**encoded, _REST: self.encode(rest, path)}
+            extra = getattr(value, _ATTRIBUTES.get(tag, ""), None)
+            return encoded if extra is None else {**encoded, _EXTRA: self.encode(extra, path)}
+        if isinstance(value, (list, Mapping)):
+            return self._encode_container(value, f"{path}." if path else "")
         for number in (int, float):
             if isinstance(value, number):
                 return number(value)
         raise TypeError(
             "a checkpoint can contain only tensors, NumPy arrays, numbers, strings, bytes, lists, "
-            "tuples, sets, deques, dicts, members of enums, dates and paths, got a "
-            f"{kind.__module__}.{kind.__qualname__} in {self._full(path)}; convert it in "
-            "state_dict()"
+            "tuples, sets, deques, dicts, members of enums, paths, and times with a fixed offset "
+            f"from UTC, got a {kind.__module__}.{kind.__qualname__} in {self._full(path)}; "
+            "convert it in state_dict()"
         )
 
     def _encode_container(self, value: Any, prefix: str) -> Any:
@@ -143,7 +164,8 @@ class Encoder:
         if tensor.layout is not torch.strided:
             return {"$sparse": self.encode(_sparse_content(tensor), path)}
         layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-        memory = (tensor.device, tensor.data_ptr(), *layout) if tensor.numel() else path
+        # An empty tensor shares its memory with none.
+        memory: Any = (tensor.device, tensor.data_ptr(), *layout) if tensor.numel() else object()
         if memory in self._paths:
             self.aliases[path] = self._paths[memory]
         else:
@@ -154,9 +176,10 @@ class Encoder:
         return reference
 
     def _add(self, tensor: Tensor, path: str) -> str:
-        # The path "a.b" may be a key, or the entry "b" of "a".
-        name, number = path, 2
-        while name in self.tensors:
+        # Names in a file are UTF-8. The path "a.b" may be a key, or the entry "b" of "a".
+        name = path = path.encode(errors="backslashreplace").decode()
+        number = 2
+        while name in self.tensors or name in ("__metadata__", TREE):
             name, number = f"{path}#{number}", number + 1
         self.tensors[name] = tensor
         return name
@@ -165,13 +188,25 @@ class Encoder:
 def _content(value: Any) -> tuple[str | None, Any]:
     """Return the tag of a value and what to save of it; None for values without a tag."""
     kind = type(value)
+    if isinstance(value, (OrderedDict, Counter)):
+        kind = OrderedDict if isinstance(value, OrderedDict) else Counter
     if kind in _TAGS:
-        return _TAGS[kind], _TYPES[_TAGS[kind]][1](value)
+        zone = getattr(value, "tzinfo", None)
+        is_fixed = zone is None or type(zone) is timezone
+        return (_TAGS[kind], _TYPES[_TAGS[kind]][1](value)) if is_fixed else (None, None)
     if isinstance(value, Enum):
-        return "$enum", [kind.__module__, kind.__qualname__, value.value]
+        member = [kind.__module__, kind.__qualname__, value.value]
+        return ("$enum", member) if _is_importable(value, *member) else (None, None)
     if kind.__module__ == "numpy" and (array := _array_content(value)) is not None:
         return "$numpy", array
     return None, None
+
+
+def _is_importable(member: Enum, *content: Any) -> bool:
+    try:
+        return _enum_member(*content) is member
+    except (ValueError, TypeError):
+        return False
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -184,13 +219,13 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def decode(value: Any, load: Callable[[str], Any]) -> Any:
+def decode(value: Any, load: Callable[[str, tuple[int, ...] | None], Any]) -> Any:
     """Return the containers of JSON.
 
     Args:
         value: the result of ``Encoder.encode``.
-        load: returns a tensor by its path; objects other than tensors are not changed, and have
-            ``[...]`` for the whole tensor.
+        load: returns a tensor by its path and strides, or an object with ``dtype`` whose ``[...]``
+            is the whole tensor.
 
     Raises:
         ValueError: the JSON has a tag or a class that is unknown here.
@@ -201,15 +236,16 @@ def decode(value: Any, load: Callable[[str], Any]) -> Any:
         return value
     tag = next(iter(value), "")
     if tag == _TENSOR:
-        return _restrided(load(value[_TENSOR]), value.get("strides"))
+        strides = value.get("strides")
+        return load(value[_TENSOR], None if strides is None else tuple(strides))
     if not tag.startswith("$"):
         return {key: decode(entry, load) for key, entry in value.items()}
     content = decode(value[tag], load)
     if tag in _TYPES:
-        rest = (decode(value[_REST], load),) if _REST in value else ()
-        return _TYPES[tag][2](content, *rest)
+        extra = (decode(value[_EXTRA], load),) if _EXTRA in value else ()
+        return _TYPES[tag][2](content, *extra)
     if tag in _FAMILIES:
-        return _FAMILIES[tag](*(_whole(part) for part in content))
+        return _FAMILIES[tag](*(_whole(entry) for entry in content))
     raise ValueError(f"{tag} is unknown: the file is from a later version")
 
 
@@ -218,50 +254,55 @@ def _whole(saved: Any) -> Any:
     return saved[...] if is_lazy else saved
 
 
-def _restrided(tensor: Any, strides: list[int] | None) -> Any:
-    if strides is None or not isinstance(tensor, Tensor):
-        return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
-
-
 def _enum_member(module: str, name: str, value: Any) -> Enum:
     kind: Any = sys.modules.get(module)
     for attribute in name.split("."):
-        kind = getattr(kind, attribute, None)
+        # Not getattr(), which may import modules.
+        kind = vars(kind).get(attribute) if hasattr(kind, "__dict__") else None
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
         raise ValueError(f"the enum {module}.{name} is not imported; import {module} first")
     return kind(value)
 
 
 def _array_content(value: Any) -> list[Any] | None:
-    """Return dtype, shape, whether it is a scalar, and bytes; None for arrays of objects."""
+    """Return dtype, shape, whether it is a scalar, and bytes; None if they do not describe it."""
     import numpy as np
 
     is_scalar = isinstance(value, np.generic)
     if not (is_scalar or type(value) is np.ndarray) or value.dtype.hasobject:
         return None
+    with warnings.catch_warnings():
+        # It proposes a pickle for dtypes with metadata.
+        warnings.simplefilter("ignore")
+        dtype = np.lib.format.dtype_to_descr(value.dtype)
+    if np.lib.format.descr_to_dtype(dtype) != value.dtype:
+        return None
     # As bytes, because torch lacks many of the dtypes.
-    data = torch.tensor(np.frombuffer(value.tobytes(), np.uint8))
-    dtype = np.lib.format.dtype_to_descr(value.dtype)
+    data: Any = value.tobytes()
+    if len(data) > _SMALL_BYTES:
+        data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return [dtype, list(value.shape), is_scalar, data]
 
 
-def _array(dtype: Any, shape: list[int], is_scalar: bool, data: Tensor) -> Any:
+def _array(descr: Any, shape: list[int], is_scalar: bool, data: Any) -> Any:
     import numpy as np
 
-    flat = np.frombuffer(data.numpy().tobytes(), np.lib.format.descr_to_dtype(dtype))
-    array = flat.reshape(shape).copy()
+    dtype = np.lib.format.descr_to_dtype(descr)
+    array = np.zeros(shape, dtype)
+    if dtype.itemsize and array.size:
+        content = data if isinstance(data, bytes) else data.numpy().tobytes()
+        array = np.frombuffer(content, dtype).reshape(shape).copy()
     return array[()] if is_scalar else array
 
 
 def _sparse_content(tensor: Tensor) -> list[Any]:
     if tensor.layout is torch.sparse_coo:
-        parts = [tensor._indices(), tensor._values(), tensor.is_coalesced()]
+        tensors = [tensor._indices(), tensor._values(), tensor.is_coalesced()]
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        tensors = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     else:
-        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [str(tensor.layout), tensor.shape, *parts]
+        tensors = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [str(tensor.layout), tensor.shape, *tensors]
 
 
 def _sparse(layout: str, shape: torch.Size, a: Tensor, b: Tensor, c: Any) -> Tensor:

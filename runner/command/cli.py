@@ -119,10 +119,11 @@ def _output_is_closed() -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0 means success. 1 means an error during the run, a search without a result, or a difference
-    that ``verify-resume`` found. 2 means a mistake in the command line or the config. 3 means that
-    ``convert`` could not convert a setting or that ``bisect`` found a difference. 130 means that
-    Ctrl-C stopped the command; 143 means SIGTERM, SIGUSR1 or a closed terminal.
+    0 means success. 1 means an error during the run, a search without a result, or a difference or
+    damage that ``verify-resume`` or ``checkpoint`` found. 2 means a mistake in the command line or
+    the config. 3 means that ``convert`` could not convert a setting or that ``bisect`` found a
+    difference. 130 means that Ctrl-C stopped the command; 143 means SIGTERM, SIGUSR1 or a closed
+    terminal.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     name, debug = "".join(args[:1]), "--debug" in args

@@ -24,6 +24,7 @@ from ...registry import (
     ConfigError,
     Examination,
     Problem,
+    did_you_mean,
     examine_names,
     load_config,
     nearest,
@@ -175,6 +176,36 @@ class Command(click.Command):
         if problems:
             raise ConfigError(problems)
         return examined
+
+
+class Subcommands(click.Group):
+    """A command that consists of commands, such as ``stepwrap checkpoint ls``.
+
+    Args:
+        name: the word after ``stepwrap``.
+        help: one line, without a leading capital or a full stop.
+        commands: their names begin with ``name``, for example "checkpoint ls".
+    """
+
+    def __init__(self, name: str, help: str, commands: Iterable[Command]) -> None:
+        super().__init__(
+            name,
+            {str(command.name).removeprefix(f"{name} "): command for command in commands},
+            help=f"{help[0].upper()}{help[1:]}.",
+            short_help=help,
+            options_metavar="",
+            subcommand_metavar="COMMAND ...",
+            context_settings=HELP_OPTIONS,
+        )
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:
+            args = args or ["--help"]
+            if not args[0].startswith("-") and args[0] not in self.commands:
+                names = sorted(self.commands)
+                hint = did_you_mean(args[0], names, limit=1) or f"; there are {', '.join(names)}"
+                raise mistake(f"stepwrap {self.name}: there is no command {args[0]}{hint}")
+        return super().parse_args(ctx, args)
 
 
 def _too_many_processes(config: Config) -> Iterator[Problem]:

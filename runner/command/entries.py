@@ -26,6 +26,7 @@ from .command import (
     WITHOUT_STEP,
     Command,
     Options,
+    Subcommands,
     above_zero,
     flag,
     mistake,
@@ -37,6 +38,8 @@ _RUNS = f"{__package__}.run_commands"
 _PRINTS = f"{__package__}.print_commands"
 _CONFIGS = f"{__package__}.config_commands"
 _MODELS = f"{__package__}.model_commands"
+_CHECKPOINTS = f"{__package__}.checkpoint_commands"
+_WEIGHTS = f"{__package__}.weight_commands"
 _PREDICTING = (NPROC, OVERSUBSCRIBE, RUN_DIR, DEVICE)
 _RUNNING = (*_PREDICTING, DRY_RUN)
 
@@ -363,6 +366,139 @@ convert = Command(
     ),
     usage="MMENGINE_CONFIG.py [options]",
     most=1,
+)
+_JSON = flag("json", "print JSON instead of a table")
+_PATTERN = click.Option(
+    ["--weights"], metavar="PATTERN", help='only weights whose names match, such as "net.0.*"'
+)
+_EVALUATED = flag("evaluated", "take the weights that evaluations used, such as EMA averages")
+_FORCE = flag("force", "replace the file --out if it exists")
+_OUT = click.Option(
+    ["--out"],
+    type=path_name,
+    required=True,
+    metavar="FILE",
+    help="the new file: .safetensors, or .pt, .pth, .bin or .ckpt for torch.load",
+)
+checkpoint = Subcommands(
+    "checkpoint",
+    "list, compare, average, convert or remove checkpoints",
+    (
+        Command(
+            "checkpoint ls",
+            f"{_CHECKPOINTS}:run_ls",
+            "list the checkpoints of a run",
+            (_JSON,),
+            usage="RUN [--json]",
+            most=1,
+        ),
+        Command(
+            "checkpoint inspect",
+            f"{_CHECKPOINTS}:run_inspect",
+            "print the weights and the other contents of a checkpoint, or of a file of weights",
+            (
+                _PATTERN,
+                click.Option(
+                    ["--depth"],
+                    type=positive,
+                    metavar="N",
+                    help="print totals of modules whose path has at most N parts",
+                ),
+                _JSON,
+            ),
+            usage="PATH [options]",
+            most=1,
+        ),
+        Command(
+            "checkpoint diff",
+            f"{_CHECKPOINTS}:run_diff",
+            "print the weights and states that differ; exit with 1 if any do",
+            (_PATTERN, _JSON),
+            usage="A B [options]",
+            least=2,
+            most=2,
+        ),
+        Command(
+            "checkpoint verify",
+            f"{_CHECKPOINTS}:run_verify",
+            "check the hashes of a checkpoint, or of all checkpoints of a run",
+            (_JSON,),
+            usage="PATH [--json]",
+            most=1,
+        ),
+        Command(
+            "checkpoint prune",
+            f"{_CHECKPOINTS}:run_prune",
+            "list the checkpoints that no rule keeps; with --yes, remove them",
+            (
+                click.Option(
+                    ["--keep-last"],
+                    type=positive,
+                    metavar="N",
+                    help="keep the latest N checkpoints",
+                ),
+                flag("keep-best", "keep the best checkpoint"),
+                click.Option(
+                    ["--keep"],
+                    multiple=True,
+                    metavar="PATTERN",
+                    help='keep checkpoints whose names match, such as "step_000*"; can be repeated',
+                ),
+                flag("unprotected", "remove the latest and the best too, if no rule keeps them"),
+                flag("yes", "remove the checkpoints, instead of listing them"),
+                _JSON,
+            ),
+            usage="RUN --keep-last N [options]",
+            most=1,
+        ),
+        Command(
+            "checkpoint average",
+            f"{_WEIGHTS}:run_average",
+            "average the weights of checkpoints or files",
+            (
+                click.Option(
+                    ["--out"],
+                    type=path_name,
+                    required=True,
+                    metavar="FILE",
+                    help="the new file, which ends in .safetensors, or a new folder",
+                ),
+                _EVALUATED,
+                _FORCE,
+            ),
+            usage="A B ... --out FILE|FOLDER [options]",
+            least=2,
+        ),
+        Command(
+            "checkpoint convert",
+            f"{_WEIGHTS}:run_convert",
+            "write the weights of a checkpoint, or of another program's file, to a file",
+            (
+                _OUT,
+                click.Option(
+                    ["--to"],
+                    type=click.Choice(["safetensors", "torch"]),
+                    help="the format; default: the suffix of --out",
+                ),
+                _EVALUATED,
+                flag(
+                    "unsafe",
+                    "unpickle the file, which runs code that is in it: only for files you trust",
+                ),
+                _FORCE,
+            ),
+            usage="PATH --out FILE [options]",
+            most=1,
+        ),
+        Command(
+            "checkpoint consolidate",
+            f"{_WEIGHTS}:run_consolidate",
+            "write a divided or sharded model to one file",
+            (_OUT, _FORCE),
+            usage="PATH --out FILE [--force]",
+            most=1,
+        ),
+    ),
 )
 version = Command(
     "version",

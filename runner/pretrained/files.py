@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ...collectives import broadcast, run_together
-from ...loops import CheckpointError, load_checkpoint
-from ...loops.checkpoints.format_1 import read_tensors
+from ...loops import Checkpoint, CheckpointError, load_checkpoint
+from ...loops.checkpoints.format_1 import LAST, read_tensors
 from ...loops.checkpoints.tensor_files import read_file
 from ...registry import did_you_mean
 from ..run_folder import resolve_checkpoint
@@ -40,6 +42,91 @@ def read_weights(path: Path) -> dict[str, Any]:
         return load_checkpoint(resolve_checkpoint(None, path)).read_model(evaluated=True)
     weights: dict[str, Any] = together(path, lambda: _read(path))
     return weights
+
+
+@dataclass(frozen=True)
+class OpenedWeights:
+    """Weights whose larger tensors are read when they are used.
+
+    Attributes:
+        path: the checkpoint, or the file.
+        weights: by name: tensors, ``SavedTensor`` objects, and values that are not tensors.
+        checkpoint: the checkpoint; None for the file of another program.
+        left_out: the other entries of a file that a training program wrote.
+    """
+
+    path: Path
+    weights: dict[str, Any]
+    checkpoint: Checkpoint | None = None
+    left_out: tuple[str, ...] = ()
+
+
+def open_weights(path: Path, *, evaluated: bool = False, unsafe: bool = False) -> OpenedWeights:
+    """Open the weights at ``path`` in one process.
+
+    Args:
+        path: a checkpoint, one of its files, a run's folder or its folder of checkpoints, or what
+            ``read_weights`` reads.
+        evaluated: take the weights that a run's evaluations used.
+        unsafe: unpickle a file of ``torch.save``, which runs code that is in it.
+
+    Raises:
+        CheckpointError: ``path`` does not exist or has no weights that can be read.
+    """
+    if path.name == "model.safetensors.index.json" and _is_own(path.parent):
+        # The containers of all files are in the first one.
+        path = path.parent
+    if _is_own(path) or any(path.glob("step_*/checkpoint.json")):
+        # The empty name stands for the best checkpoint of a folder, or the latest.
+        is_run = not (path / "checkpoint.json").is_file()
+        checkpoint = load_checkpoint(resolve_checkpoint(path, "") if is_run else path)
+        # The files of earlier releases are read as a whole: that keeps tied weights.
+        by_parts = checkpoint.meta["format"] > LAST
+        weights = checkpoint.read_model(evaluated=evaluated, by_parts=by_parts)
+        return OpenedWeights(checkpoint.path, weights, checkpoint)
+    if path.is_dir():
+        path = _file_in(path)
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist{_near(path)}")
+    stem = path.name.partition(".")[0]
+    if stem != "model" and (path.parent / "checkpoint.json").is_file():
+        checkpoint = load_checkpoint(path.parent)
+        if path.name in checkpoint.meta["files"] and stem in checkpoint.stems:
+            # Such as the optimizers.
+            return OpenedWeights(path, checkpoint.read(stem, by_parts=True))
+    if path.name.endswith(".index.json"):
+        return OpenedWeights(path, _read_shards(path, by_parts=True))
+    if path.suffix == ".safetensors":
+        return OpenedWeights(path, _add_tied(path, _read_safetensors(path, by_parts=True)))
+    content = _unpickle(path) if unsafe else _read_checked(path)
+    key = _state_key(content)
+    left_out = () if key is None else tuple(str(name) for name in content if name != key)
+    return OpenedWeights(path, _state_in(path, content), left_out=left_out)
+
+
+def _add_tied(path: Path, weights: dict[str, Any]) -> dict[str, Any]:
+    """Add the further names of tied weights, which ``safetensors.torch.save_model`` stores."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        entries = (file.metadata() or {}).items()
+    tied = {name: weights[other] for name, other in entries if other in weights}
+    return {**tied, **weights} if tied.keys() - weights.keys() else weights
+
+
+def _unpickle(path: Path) -> Any:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=False)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be unpickled: {type(error).__name__}: {error}; a file with classes of "
+            "yours can be read only where their modules can be imported"
+        ) from error
+    if isinstance(content, nn.Module):
+        return content.state_dict()
+    if isinstance(content, Mapping):
+        return {k: v.state_dict() if isinstance(v, nn.Module) else v for k, v in content.items()}
+    return content
 
 
 def _is_own(path: Path) -> bool:
@@ -111,7 +198,7 @@ def _file_in(folder: Path) -> Path:
     )
 
 
-def _read_shards(index: Path) -> dict[str, Any]:
+def _read_shards(index: Path, *, by_parts: bool = False) -> dict[str, Any]:
     try:
         names = dict(json.loads(index.read_text())["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -133,7 +220,10 @@ def _read_shards(index: Path) -> dict[str, Any]:
         )
     weights: dict[str, Any] = {}
     for file in files:
-        weights.update(_read(index.parent / file))
+        if by_parts and file.endswith(".safetensors"):
+            weights.update(_read_safetensors(index.parent / file, by_parts=True))
+        else:
+            weights.update(_read(index.parent / file))
     if missing := [name for name in names if name not in weights]:
         raise CheckpointError(
             f"{index} lists {len(missing)} weights that its files do not have, such as "
@@ -142,13 +232,13 @@ def _read_shards(index: Path) -> dict[str, Any]:
     return weights
 
 
-def _read_safetensors(path: Path) -> dict[str, Any]:
+def _read_safetensors(path: Path, *, by_parts: bool = False) -> dict[str, Any]:
     # Imported here, because most runs read no such file.
     from safetensors.torch import load_file
 
     try:
         # Checkpoints have values that are no tensors, and types that safetensors lacks.
-        content = read_file(path)
+        content = read_file(path, by_parts=by_parts)
         return dict(load_file(path) if content is None else content)
     except Exception as error:
         raise CheckpointError(
@@ -195,17 +285,29 @@ def _has_skipped(value: Any) -> bool:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
+    return _state_in(path, _read_checked(path))
+
+
+def _read_checked(path: Path) -> Any:
     try:
-        content = _read_without_objects(path)
+        return _read_without_objects(path)
     except ValueError as error:
         raise CheckpointError(
             f"{path}: {error}; if it holds a whole model, load it in the program that wrote it and "
             "save model.state_dict() instead"
         ) from error
-    for key in _STATE_KEYS:
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            content = content[key]
-            break
+
+
+def _state_key(content: Any) -> str | None:
+    """Return the key of the state dict; None if the content is one itself."""
+    keys = _STATE_KEYS if isinstance(content, Mapping) else ()
+    return next((key for key in keys if isinstance(content.get(key), Mapping)), None)
+
+
+def _state_in(path: Path, content: Any) -> dict[str, Any]:
+    key = _state_key(content)
+    if key is not None:
+        content = content[key]
     if isinstance(content, Mapping) and any(map(_has_skipped, content.values())):
         names = [str(name) for name, value in content.items() if _has_skipped(value)]
         raise CheckpointError(

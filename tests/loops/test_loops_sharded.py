@@ -19,12 +19,14 @@ from marks import slow
 from ranks import run_ranks
 from safetensors.torch import load_file
 from sharded_runs import CASES, batch, contents, gradients, make_run, same, train
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from stepwrap.loops import (
     CheckpointError,
     CheckpointHook,
+    LoopState,
     find_checkpoint,
     load_checkpoint,
     save_alone,
@@ -32,6 +34,7 @@ from stepwrap.loops import (
 )
 from stepwrap.loops.checkpoints.saved_tensors import SavedTensor
 from stepwrap.loops.schedule import start_counting
+from stepwrap.wrappers import SingleDevice
 
 TARGETS = [("single", 1), ("ddp", 2), ("fsdp", 2), ("tensor", 2), ("fsdp x tensor", 4)]
 
@@ -319,6 +322,34 @@ def _validate_and_save(folder: Path) -> bool:
 
 def test_saving_after_a_validation(tmp_path: Path) -> None:
     assert run_ranks(_validate_and_save, 2, tmp_path) == [True, True]
+
+
+class Odd(nn.Module):
+    """A module with a sharded weight whose name is unusual, and whose type may differ by rank."""
+
+    def __init__(self, dtype: torch.dtype, rows: int) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        local = torch.full((rows, 2), float(dist.get_rank()), dtype=dtype)
+        self.__w = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+
+
+def _save_odd(folder: Path, *, is_equal: bool) -> Any:
+    differs = dist.get_rank() == 1 and not is_equal
+    odd = Odd(torch.float64 if differs else torch.float32, 3)
+    try:
+        return save_checkpoint(folder, LoopState(SingleDevice(odd)))
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_ranks_with_other_types_are_refused(tmp_path: Path) -> None:
+    path, _ = run_ranks(_save_odd, 2, tmp_path, is_equal=True)
+    (weight,) = load_checkpoint(path).read("model").values()
+    assert weight[:, 0].tolist() == [0.0] * 3 + [1.0] * 3
+    texts = run_ranks(_save_odd, 2, tmp_path, is_equal=False)
+    assert texts[0] == texts[1]
+    assert re.search(r"w in model\.safetensors differs.*float32.*float64", texts[0])
 
 
 def test_parts_of_saved_tensors() -> None:

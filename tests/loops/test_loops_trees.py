@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import enum
 import math
+import os
+import sys
 from collections import Counter, OrderedDict, deque
 from datetime import date, datetime, time, timedelta, timezone
 from pathlib import Path, PurePosixPath
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -24,6 +27,7 @@ from stepwrap.loops import CheckpointError, LoopState, load_checkpoint, save_che
 from stepwrap.loops.checkpoints import tensor_files
 from stepwrap.loops.checkpoints.files import fingerprint
 from stepwrap.loops.checkpoints.tensor_files import Reader, pack
+from stepwrap.runner.pretrained.files import read_weights
 from stepwrap.wrappers import SingleDevice
 
 
@@ -181,17 +185,106 @@ def test_large_tensors_are_read_in_parts(tmp_path: Path) -> None:
         assert torch.equal(saved[...], tensor)
 
 
-class Unknown(enum.Enum):
-    A = 1
-
-
-def test_no_class_of_a_file_is_imported(tmp_path: Path) -> None:
-    file = pack("state", {"value": Unknown.A})
-    file.tree["value"]["$enum"][0] = "this"
+@pytest.mark.parametrize(("module", "name"), [("this", "Color"), ("torch", "_inductor.Color")])
+def test_no_module_of_a_file_is_imported(module: str, name: str, tmp_path: Path) -> None:
+    file = pack("state", {"value": Color.RED})
+    file.tree["value"]["$enum"][:2] = [module, name]
     file.write(tmp_path)
     reader = Reader(tmp_path, {file.name: fingerprint(tmp_path / file.name)}, by_parts=False)
-    with pytest.raises(CheckpointError, match=r"state\.safetensors.*this\.Unknown is not imported"):
+    before = {*sys.modules}
+    with pytest.raises(CheckpointError, match=rf"state\.safetensors.*{name} is not imported"):
         reader.tree("state")
+    assert {*sys.modules} == before
+
+
+@pytest.mark.parametrize("value", [{"data": os.urandom(80_000_000)}, {"list": ["é" * 9] * 900_000}])
+def test_large_values_do_not_exceed_the_limit_of_the_header(value: Any, tmp_path: Path) -> None:
+    assert round_trip(value, tmp_path) == value
+
+
+def test_too_many_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_files, "_MAX_HEADER_BYTES", 1000)
+    with pytest.raises(CheckpointError, match=r"state\.safetensors would have 50 tensors"):
+        round_trip([torch.tensor(i) for i in range(50)], tmp_path)
+
+
+def test_odd_names_and_equal_paths(tmp_path: Path) -> None:
+    empty, other = torch.empty(0), torch.empty(0, 3, dtype=torch.int64)
+    values = [
+        {1: empty, "1": other},
+        {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)},
+        {"\ud800": torch.ones(1)},
+        {"$tensor": 3, "extra": 4},
+        {True: torch.ones(1), None: torch.zeros(1)},
+    ]
+    assert is_same(round_trip(values, tmp_path), values)
+    names = {name: torch.ones(1) for name in ("__metadata__", "stepwrap.tree", "format", "", "$x")}
+    file = pack("model", names)
+    file.write(tmp_path)
+    reader = Reader(tmp_path, {file.name: fingerprint(tmp_path / file.name)}, by_parts=False)
+    assert is_same(reader.tree("model"), names)
+
+
+class Kept(Counter[str]):
+    pass
+
+
+def test_values_at_the_edges(tmp_path: Path) -> None:
+    values = [
+        *(np.str_(""), np.bytes_(b""), 10**5000, -(10**5000), "\ud800"),
+        *(datetime(2026, 10, 25, 2, fold=1), time(2, fold=1), np.array(["", ""])),
+    ]
+    loaded = round_trip(values, tmp_path)
+    assert all(map(is_same, loaded, values))
+    assert [loaded[5].fold, loaded[6].fold] == [1, 1]
+    assert type(round_trip(Kept("aab"), tmp_path)) is Counter
+
+
+def test_many_numpy_numbers_are_no_tensors(tmp_path: Path) -> None:
+    values = [np.float64(i) / 3 for i in range(2000)]
+    assert is_same(round_trip(values, tmp_path), values)
+    assert not pack("state", values).tensors
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+def test_wide_numbers_are_aligned(length: int, tmp_path: Path) -> None:
+    value = {"k" * length: torch.ones(64, 33, dtype=torch.complex128), "s": torch.ones(())}
+    loaded = round_trip(value, tmp_path, by_parts=True)
+    assert torch.equal(loaded["k" * length][slice(0, 1), slice(0, 1)], value["k" * length][:1, :1])
+
+
+def test_a_config_that_is_no_json_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = BertConfig(vocab_size=9, hidden_size=4, num_hidden_layers=0, num_attention_heads=1)
+    config.extra = object()
+    model = nn.Linear(2, 2)
+    model.config = config
+    path = save_checkpoint(tmp_path, LoopState(SingleDevice(model)))
+    assert not (path / "config.json").exists()
+    assert "config.json" in caplog.text
+
+
+def test_hooks_of_other_programs_do_not_hide_the_weights(tmp_path: Path) -> None:
+    file = pack("state", {"stateful": {"hooks.a": {"mode": Color.RED}, "hooks.ema": {"model": 3}}})
+    file.tree["stateful"]["hooks.a"]["mode"]["$enum"][0] = "absent"
+    file.write(tmp_path)
+    reader = Reader(tmp_path, {file.name: fingerprint(tmp_path / file.name)}, by_parts=False)
+    assert reader.tree("state", "stateful", "hooks.ema", "model") == 3
+
+
+def test_files_of_a_divided_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_files, "MAX_BYTES", 100)
+    model = Tied()
+    model.register_buffer("wide", torch.ones(8, dtype=torch.complex128))
+    path = save_checkpoint(tmp_path, LoopState(SingleDevice(model)))
+    weights = read_weights(path / "model.safetensors.index.json")
+    # One name of tied weights is enough.
+    assert weights.keys() | {"head.weight"} == model.state_dict().keys()
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in weights.items())
+    with pytest.raises(CheckpointError, match=r"contains state, .*model\.safetensors"):
+        read_weights(path / "state.safetensors")
 
 
 class Subclass(Tensor):
@@ -203,6 +296,8 @@ class Subclass(Tensor):
     [
         (object(), "builtins.object"),
         (lambda: None, "builtins.function"),
+        (enum.Enum("Local", "A").A, "Local"),
+        (datetime(2026, 1, 1, tzinfo=ZoneInfo("Europe/Berlin")), "datetime.datetime"),
         (np.array([object()]), "numpy.ndarray"),
         (torch.ones(1).as_subclass(Subclass), "Subclass"),
         (torch.ones(1, device="meta"), "meta device"),

@@ -240,8 +240,11 @@ def test_the_page_on_the_command_names_all_of_it() -> None:
     assert takers.pop("debug") == "all"
     expected: dict[str, set[str]] = {}
     for name in names:
-        for option in COMMANDS.get_command(context, name).params[1:]:
-            expected.setdefault(option.name.replace("_", "-"), set()).add(name)
+        command = COMMANDS.get_command(context, name)
+        for subcommand in (command, *getattr(command, "commands", {}).values()):
+            for option in subcommand.params:
+                if isinstance(option, click.Option):
+                    expected.setdefault(option.name.replace("_", "-"), set()).add(name)
     assert expected.pop("debug") == set(names)
     assert {option: set(names.split(", ")) for option, names in takers.items()} == expected
 

@@ -122,6 +122,8 @@ def test_the_library_imports_nothing_heavy() -> None:
 
 def test_a_run_imports_nothing_heavy_that_it_does_not_use(started: dict[str, Any]) -> None:
     assert not unused(started["modules"])
+    for name in ("checkpoint_commands", "weight_commands"):
+        assert f"stepwrap.runner.command.{name}" not in started["modules"]
 
 
 def test_the_imports_of_a_run_keep_to_their_budget(started: dict[str, Any]) -> None:

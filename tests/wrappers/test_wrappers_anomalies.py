@@ -29,6 +29,13 @@ def test_unused_layer_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+def test_the_search_can_be_switched_on_and_off() -> None:
+    model = SingleDevice(HalfUsed())
+    for detect in (True, True, False, False, True):
+        model.detect_anomalous_params = detect
+        assert model.detect_anomalous_params is detect
+
+
 def test_returns_the_names_and_logs_every_distinct_set(caplog: pytest.LogCaptureFixture) -> None:
     model = HalfUsed()
     inputs = torch.ones(1, 6)
