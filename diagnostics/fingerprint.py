@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..loops.rng import has_own_stream
+from ..loops.rng import device_state, has_own_stream
 from ..primitives.tensor_bits import tensor_bytes, widened
 from ..wrappers.layout import local_part
 
@@ -91,8 +91,7 @@ def hash_streams(device: torch.device) -> Iterator[tuple[str, int]]:
         yield "numpy", hash_bytes(keys.tobytes() + repr(numpy_state).encode())
     yield "torch", hash_bytes(torch.get_rng_state().numpy().tobytes())
     if has_own_stream(device):
-        state = torch.get_device_module(device).get_rng_state(device)
-        yield device.type, hash_bytes(state.numpy().tobytes())
+        yield device.type, hash_bytes(device_state(device).numpy().tobytes())
 
 
 def _number(digest: bytes) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..collectives import all_gather_object, get_rank
 from ..loops import Hook, LoopState, ShardedBatchSampler, save_checkpoint
-from ..loops.rng import used_accelerator
+from ..loops.rng import device_state, used_accelerator
 from ..registry import is_users_file
 
 # The start of the description of a process-wide generator; the name of its library follows.
@@ -179,7 +179,7 @@ def _namespaces(frame: FrameType) -> Iterator[tuple[str, Mapping[str, Any]]]:
     # As arrays, since pickles of equal tensors may differ.
     streams["torch"] = torch.get_rng_state().numpy()
     if (device := used_accelerator()) is not None:
-        streams[device.type] = torch.get_device_module(device).get_rng_state(device).numpy()
+        streams[device.type] = device_state(device).numpy()
     yield "", {name: pickle.dumps(state) for name, state in streams.items()}
     # Python changes some of the names with underscores, such as its registry of warnings.
     module_values = {name: value for name, value in frame.f_globals.items() if name[:2] != "__"}

@@ -52,7 +52,7 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
     accelerator = device if has_own_stream(device) else used_accelerator()
     if accelerator is not None:
         module: Any = torch.get_device_module(accelerator)
-        streams[accelerator.type] = module.get_rng_state(accelerator)
+        streams[accelerator.type] = device_state(accelerator)
         # torch.mps has one device.
         if hasattr(module, "get_rng_state_all"):
             streams[f"{accelerator.type}_devices"] = module.get_rng_state_all()
@@ -80,7 +80,7 @@ def restore_rng(streams: dict[str, Any], device: torch.device | None = None) -> 
         for index, state in enumerate(streams.get(f"{accelerator.type}_devices", ())):
             if index < module.device_count():
                 module.set_rng_state(state, index)
-        module.set_rng_state(streams[accelerator.type], accelerator)
+        module.set_rng_state(streams[accelerator.type], *_index(accelerator))
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in streams:
         saved = streams["numpy"]
@@ -194,6 +194,17 @@ def preserved_generators(owners: Iterable[Any]) -> Iterator[None]:
 def has_own_stream(device: torch.device | None) -> bool:
     """Return whether random numbers on ``device`` do not come from the stream of the CPU."""
     return device is not None and device.type not in ("cpu", "meta")
+
+
+def device_state(device: torch.device) -> torch.Tensor:
+    """Return the state of the random stream of an accelerator."""
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(*_index(device))
+    return state
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    # There is only one MPS device, and some releases of torch take none here.
+    return () if device.type == "mps" else (device,)
 
 
 def used_accelerator() -> torch.device | None:
