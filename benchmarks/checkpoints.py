@@ -48,7 +48,7 @@ class Contents:
         return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
 
     def flat(self) -> dict[str, torch.Tensor]:
-        """Return the tensors only: the writer for safetensors takes nothing else."""
+        """Return only the tensors, because the writer for safetensors refuses other values."""
         tensors = dict(self.model.state_dict())
         for index, entries in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optim.{index}.{name}": value for name, value in entries.items()}

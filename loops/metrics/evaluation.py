@@ -71,7 +71,7 @@ def start_metrics(
             _separate_states(metric)
         metric.reset()
         if isinstance(metric, BaseMetric):
-            # A subclass may have a `reset` of its own.
+            # A subclass may override `reset`.
             metric.batch_ends = []
 
 

@@ -77,8 +77,8 @@ class CommandGroup(click.Group):
             return super().parse_args(ctx, [name])
         name = "version" if name == "--version" else name
         if name not in names:
-            hint = did_you_mean(name, names, limit=1) or f"; there are {', '.join(names)}"
-            raise mistake(f"stepwrap: there is no command {name}{hint}")
+            hint = did_you_mean(name, names, limit=1) or f"; use one of {', '.join(names)}"
+            raise mistake(f"stepwrap: unknown command {name}{hint}")
         return super().parse_args(ctx, [name, *arguments])
 
 

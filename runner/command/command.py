@@ -203,8 +203,8 @@ class Subcommands(click.Group):
             args = args or ["--help"]
             if not args[0].startswith("-") and args[0] not in self.commands:
                 names = sorted(self.commands)
-                hint = did_you_mean(args[0], names, limit=1) or f"; there are {', '.join(names)}"
-                raise mistake(f"stepwrap {self.name}: there is no command {args[0]}{hint}")
+                hint = did_you_mean(args[0], names, limit=1) or f"; use one of {', '.join(names)}"
+                raise mistake(f"stepwrap {self.name}: unknown command {args[0]}{hint}")
         return super().parse_args(ctx, args)
 
 

@@ -237,7 +237,7 @@ def _read_safetensors(path: Path, *, by_parts: bool = False) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     try:
-        # Checkpoints have values that are no tensors, and types that safetensors lacks.
+        # Checkpoints contain further values, and tensors of dtypes that safetensors lacks.
         content = read_file(path, by_parts=by_parts)
         return dict(load_file(path) if content is None else content)
     except Exception as error:

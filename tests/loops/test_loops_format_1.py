@@ -23,7 +23,7 @@ def expected(name: str) -> dict[str, Any]:
     return content
 
 
-def on_ranks(size: int, function: Any, *args: Any) -> list[Any]:
+def call_ranks(size: int, function: Any, *args: Any) -> list[Any]:
     return [function(*args)] if size == 1 else run_ranks(function, size, *args)
 
 
@@ -33,19 +33,19 @@ def find(name: str, folder: Path, which: Any = "latest") -> Path:
     return path
 
 
-def _resume(name: str, folder: Path, new: Path) -> tuple[Record, list[float], Record, Record]:
+def _resume(name: str, folder: Path, target: Path) -> tuple[Record, list[float], Record, Record]:
     """Restore and continue; return both states, what the new checkpoint restores, and losses."""
     build = CASES[name][1]
     run = build(seed=7)
     restored = run.restore(folder)
-    saved, losses = run.continue_to(new, 2)
-    return restored, losses, saved, build(seed=8).restore(new)
+    saved, losses = run.continue_to(target, 2)
+    return restored, losses, saved, build(seed=8).restore(target)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "adapter"])
 def test_a_run_restores_bit_for_bit_and_continues(name: str, tmp_path: Path) -> None:
     folder = unpack(name, tmp_path)
-    results = on_ranks(CASES[name][0], _resume, name, folder, tmp_path / "new")
+    results = call_ranks(CASES[name][0], _resume, name, folder, tmp_path / "new")
     assert [restored for restored, *_ in results] == expected(name)["restored"]
     # Other processors round differently.
     losses = [loss for _, of_rank, *_ in results for loss in of_rank]
@@ -78,11 +78,11 @@ def test_sharded_tensors_are_whole_elsewhere(kind: str, ranks: int, tmp_path: Pa
     else:
         records = run_ranks(_restore_sharded, ranks, kind, folder)
     # All ranks get the buffers of the first one.
-    whole = expected("fsdp")["restored"][0]
+    record = expected("fsdp")["restored"][0]
     for restored in records:
-        assert restored["tensors"] == whole["tensors"]
+        assert restored["tensors"] == record["tensors"]
         for key in ("counters.step", "counters.iteration", "optimizer 0.group 0"):
-            assert restored["values"][key] == whole["values"][key]
+            assert restored["values"][key] == record["values"][key]
 
 
 def test_gradients_of_two_ranks_on_one(tmp_path: Path) -> None:
@@ -99,13 +99,15 @@ def test_gradients_of_two_ranks_on_one(tmp_path: Path) -> None:
     assert restored["tensors"][optimizer] == expected("window")["restored"][0]["tensors"][optimizer]
 
 
-def _continue_elastic(folder: Path, new: Path) -> tuple[Record, list[list[int]], dict[str, Tensor]]:
+def _continue_elastic(
+    folder: Path, target: Path
+) -> tuple[Record, list[list[int]], dict[str, Tensor]]:
     run = elastic(seed=7)
     restored = run.restore(folder)
-    run.continue_to(new, 2)
+    run.continue_to(target, 2)
     assert run.state.step == 7
-    (seen,) = [hook for hook in run.hooks if isinstance(hook, Seen)]
-    return restored, seen.samples[5:], run.state.model.module.state_dict()
+    (recorder,) = [hook for hook in run.hooks if isinstance(hook, Seen)]
+    return restored, recorder.samples[5:], run.state.model.module.state_dict()
 
 
 def test_an_epoch_of_two_ranks_continues_on_three(tmp_path: Path) -> None:
@@ -113,31 +115,32 @@ def test_an_epoch_of_two_ranks_continues_on_three(tmp_path: Path) -> None:
     two, three = (
         run_ranks(_continue_elastic, ranks, folder, tmp_path / str(ranks)) for ranks in (2, 3)
     )
-    assert [seen for _, seen, _ in two] == expected("elastic")["samples"]
+    assert [samples for _, samples, _ in two] == expected("elastic")["samples"]
     for restored, _, weights in three:
         assert restored["tensors"] == expected("elastic")["restored"][0]["tensors"]
         torch.testing.assert_close(weights, two[0][2])
     for update in range(2):
         # Six samples, each of them once.
-        parts = [
-            [number for _, seen, _ in ranks for number in seen[update]] for ranks in (two, three)
+        numbers = [
+            [number for _, samples, _ in ranks for number in samples[update]]
+            for ranks in (two, three)
         ]
-        assert sorted(parts[0]) == sorted(parts[1])
-        assert len({*parts[1]}) == 6
+        assert sorted(numbers[0]) == sorted(numbers[1])
+        assert len({*numbers[1]}) == 6
 
 
 def test_descriptions_and_files_are_read(tmp_path: Path) -> None:
     path = find("single", tmp_path, "best")
-    checkpoint, whole = load_checkpoint(path), expected("single")["restored"][0]
+    checkpoint, record = load_checkpoint(path), expected("single")["restored"][0]
     meta = checkpoint.meta
     assert (meta["format"], meta["step"], meta["reason"], meta["best"]) == (1, 4, "signal", True)
-    assert str(meta["metrics"]["loss"]) in whole["values"]["counters.metrics"]
+    assert str(meta["metrics"]["loss"]) in record["values"]["counters.metrics"]
     assert {*meta["files"]} == {"model.pt", "optim.pt", "state.pt", "rank_00000.pt"}
     for content in (checkpoint.read("model.pt"), checkpoint.read_model()):
-        assert_recorded(content, whole, "model.")
+        assert_recorded(content, record, "model.")
     average = checkpoint.read_model(evaluated=True)
     del average["net._extra_state"]
-    assert_recorded(average, whole, "hooks.ema.")
+    assert_recorded(average, record, "hooks.ema.")
     assert not torch.equal(average["net.conv.weight"], checkpoint.read_model()["net.conv.weight"])
 
 

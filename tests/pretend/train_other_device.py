@@ -195,13 +195,13 @@ def _weights(state: LoopState) -> list[Tensor]:
 
 def resumed() -> Any:
     hooks = [CheckpointHook(every_steps=5, every_epochs=None), RunInfoHook()]
-    whole, recorder = build(KIND, *hooks, dropout=0.5, run_dir="whole")
-    whole.train()
+    uninterrupted, recorder = build(KIND, *hooks, dropout=0.5, run_dir="whole")
+    uninterrupted.train()
     middle = Path("whole/checkpoints/step_00000005")
-    part, other = build(KIND, dropout=0.5)
+    continued, other = build(KIND, dropout=0.5)
     # Draws other numbers than a run from the beginning.
     torch.rand(7, device=KIND)
-    part.train(resume=middle)
+    continued.train(resume=middle)
     on_host, _ = build("cpu", dropout=0.5)
     latest = find_checkpoint("whole")
     assert latest is not None
@@ -210,8 +210,8 @@ def resumed() -> Any:
     return {
         "losses": [record["loss"] for record in recorder.records[5:]],
         "resumed": [record["loss"] for record in other.records],
-        "is_same": all(map(torch.equal, _weights(whole.state), _weights(part.state))),
-        "on_host": all(map(torch.equal, _weights(whole.state), _weights(on_host.state))),
+        "is_same": all(map(torch.equal, _weights(uninterrupted.state), _weights(continued.state))),
+        "on_host": all(map(torch.equal, _weights(uninterrupted.state), _weights(on_host.state))),
         "device": info["ranks"][0]["device_name"],
     }
 
@@ -257,16 +257,16 @@ def streams() -> Any:
     device = torch.device(KIND, 0)
     torch.rand(1, device=device)
     names = [name for name, _ in hash_streams(device)]
-    last = torch.device(KIND, torch.accelerator.device_count() - 1)
+    last_device = torch.device(KIND, torch.accelerator.device_count() - 1)
     before = dict(_namespaces(sys._getframe()))[""]
     torch.rand(1, device=device)
     after = dict(_namespaces(sys._getframe()))[""]
     with preserved_rng():
-        drawn = torch.rand(1, device=last).item()
+        drawn = torch.rand(1, device=last_device).item()
     return {
         "hashed": names,
         "traced": [name for name in before if before[name] != after[name]],
-        "preserved": torch.rand(1, device=last).item() == drawn,
+        "preserved": torch.rand(1, device=last_device).item() == drawn,
     }
 
 
@@ -295,9 +295,9 @@ class SlowLoader:
         return 3
 
     def __iter__(self) -> Iterator[Any]:
-        first, *others = build_loader(tokens(), batch_size=4)
-        yield first
-        for batch in others:
+        first_batch, *batches = build_loader(tokens(), batch_size=4)
+        yield first_batch
+        for batch in batches:
             time.sleep(0.1)
             yield batch
 

@@ -616,7 +616,7 @@ def test_consolidate_divided_and_sharded_models(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["lst", "run"], "checkpoint: there is no command lst; did you mean ls?"),
+        (["lst", "run"], "command lst; did you mean ls?"),
         (["ls"], "checkpoint ls: RUN is missing; usage: stepwrap checkpoint ls RUN"),
         (["ls", "rum"], "checkpoint ls: rum does not exist; did you mean run?"),
         (["ls", "x/y"], "checkpoint ls: x/y does not exist, nor does the folder x"),

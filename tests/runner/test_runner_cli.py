@@ -35,7 +35,7 @@ Capture = pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trian"], "there is no command trian; did you mean train?"),
+        (["trian"], "command trian; did you mean train?"),
         (
             ["train", "points.yaml", "--nprc", "2"],
             "No such option '--nprc'. Did you mean '--nproc'?",
@@ -55,7 +55,7 @@ Capture = pytest.CaptureFixture[str]
         ),
         (["env", "xx"], "unexpected argument 'xx'; usage: stepwrap env"),
         (["convert", "a.py", "b.py"], "unexpected argument 'b.py'; usage: stepwrap convert MM"),
-        (["--verison"], "there is no command --verison; did you mean version?"),
+        (["--verison"], "command --verison; did you mean version?"),
         (["train", "points.yml"], "did you mean points.yaml?"),
         (["train", "points.yaml", "--resume", "--fresh"], "exclude each other"),
         (["train", "points.yaml", "--dry-run", "--resume"], "--dry-run and --resume exclude each"),

@@ -198,7 +198,7 @@ def record(state: LoopState) -> Record:
         values["step"] = state.model.step_state()
     return {
         "tensors": {name: digest(value) for name, value in sorted(tensors.items())},
-        "values": {name: shown(value) for name, value in sorted(values.items())},
+        "values": {name: describe(value) for name, value in sorted(values.items())},
     }
 
 
@@ -235,13 +235,13 @@ def _streams(state: LoopState) -> dict[str, Any]:
         for key, value in vars(module).items():
             if isinstance(value, np.random.Generator):
                 streams[f"{name}.{key}"] = value.bit_generator.state
-    return {name: shown(value) for name, value in streams.items()}
+    return {name: describe(value) for name, value in streams.items()}
 
 
 def digest(value: Any) -> str:
     """Return the SHA-256 of dtype, shape, strides and bytes of a tensor, or of another value."""
     if not isinstance(value, Tensor):
-        return hashlib.sha256(shown(value).encode()).hexdigest()
+        return hashlib.sha256(describe(value).encode()).hexdigest()
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
     value = value.detach()
     form = [str(value.dtype), str(tuple(value.shape)), str(value.layout)]
@@ -252,21 +252,21 @@ def digest(value: Any) -> str:
     return hashlib.sha256("|".join(form).encode() + content).hexdigest()
 
 
-def shown(value: Any) -> str:
+def describe(value: Any) -> str:
     """Return a text with the types and values in nested containers; long texts are hashed."""
-    text = _shown(value)
+    text = _describe(value)
     return text if len(text) < 400 else f"sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     kind = type(value).__name__
     if isinstance(value, (Tensor, np.ndarray)):
         return f"tensor {digest(torch.as_tensor(value))}"
     if isinstance(value, Mapping):
-        entries = [f"{_shown(key)}: {_shown(entry)}" for key, entry in value.items()]
+        entries = [f"{_describe(key)}: {_describe(entry)}" for key, entry in value.items()]
         return f"{kind}({', '.join(entries)})"
     if isinstance(value, (list, tuple, set)):
-        entries = [_shown(entry) for entry in value]
+        entries = [_describe(entry) for entry in value]
         return f"{kind}({', '.join(sorted(entries) if kind == 'set' else entries)})"
     return repr(value)
 
@@ -404,11 +404,11 @@ def single(seed: int = 0) -> Run:
     model = SingleDevice(SupervisedModel(Every(seed), nn.CrossEntropyLoss()))
     named = dict(model.module.named_parameters())
     matrices = [p for name, p in named.items() if "weight" in name]
-    others = [p for name, p in named.items() if "weight" not in name and p.requires_grad]
+    vectors = [p for name, p in named.items() if "weight" not in name and p.requires_grad]
     optimizer = torch.optim.AdamW(
         [
             {"params": matrices, "name": "matrices"},
-            {"params": others, "weight_decay": 0.0, "lr": 0.1},
+            {"params": vectors, "weight_decay": 0.0, "lr": 0.1},
         ],
         lr=0.01 + seed,
     )
@@ -455,12 +455,12 @@ def members(seed: int = 0) -> Run:
     """
     seed_rng(seed)
     model = Pair(nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]), nn.CrossEntropyLoss())
-    first = torch.optim.SGD(model.net[0].parameters(), 0.1, momentum=0.9)
-    second = torch.optim.Adam(model.net[1].parameters(), 0.1)
+    sgd = torch.optim.SGD(model.net[0].parameters(), 0.1, momentum=0.9)
+    adam = torch.optim.Adam(model.net[1].parameters(), 0.1)
     scale = {"init_scale": 8.0, "growth_interval": 2}
     optim = OptimWrapperDict(
-        first=OptimWrapper(first, 2),
-        second=AmpOptimWrapper(second, 2, dtype="float16", loss_scale=scale),
+        first=OptimWrapper(sgd, 2),
+        second=AmpOptimWrapper(adam, 2, dtype="float16", loss_scale=scale),
     )
     loop = IterTrainLoop(numbered_batches(0), max_steps=20)
     return Run(LoopState(SingleDevice(model), optim), loop, saved_at={"iteration": 5})
@@ -729,13 +729,13 @@ def _restore(name: str, folder: str) -> tuple[Record, list[float], Any]:
     restored = run.restore(Path(folder, name))
     if isinstance(run, AdapterRun):
         return restored, [], []
-    with tempfile.TemporaryDirectory() as new:
-        target = Path(_from_first_rank(new))
+    with tempfile.TemporaryDirectory() as continued:
+        target = Path(_from_first_rank(continued))
         losses = run.continue_to(target, 2)[1]
         _from_first_rank(None)
     hooks = [hook for hook in run.hooks if isinstance(hook, Seen)]
-    seen = [samples for hook in hooks for samples in hook.samples[5:]]
-    return restored, losses, seen
+    samples = [update for hook in hooks for update in hook.samples[5:]]
+    return restored, losses, samples
 
 
 def pack(folder: Path, archive: Path) -> None:
@@ -773,7 +773,7 @@ def _rank(rank: int, ranks: int, function: Any, name: str, folder: str, shared: 
         dist.destroy_process_group()
 
 
-def _on_new_ranks(function: Any, name: str, folder: str) -> list[Any]:
+def _fork_ranks(function: Any, name: str, folder: str) -> list[Any]:
     ranks = CASES[name][0]
     with tempfile.TemporaryDirectory() as shared:
         arguments = (ranks, function, name, folder, shared)
@@ -788,15 +788,15 @@ def main(folder: str, *names: str) -> None:
     expected = json.loads(expected_file.read_text()) if expected_file.exists() else {}
     for name in names or CASES:
         with tempfile.TemporaryDirectory() as runs:
-            _on_new_ranks(_write, name, runs)
+            _fork_ranks(_write, name, runs)
             pack(Path(runs, name), Path(folder, f"{name}.zip"))
         with tempfile.TemporaryDirectory() as runs:
             unpack(name, Path(runs), Path(folder))
-            results = _on_new_ranks(_restore, name, runs)
+            results = _fork_ranks(_restore, name, runs)
         expected[name] = {
             "restored": [restored for restored, _, _ in results],
             "losses": [losses for _, losses, _ in results],
-            "samples": [seen for _, _, seen in results],
+            "samples": [samples for _, _, samples in results],
         }
         expected_file.write_text(json.dumps(expected, indent=1, sort_keys=True) + "\n")
 
