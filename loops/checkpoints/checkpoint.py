@@ -10,7 +10,6 @@ import re
 import reprlib
 import shutil
 import sys
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -327,14 +326,14 @@ def _save(
     try:
         collected = run(collect)
         outcomes = run(write)
-        written = {**ChainMap(*[files for files, _ in outcomes])}
+        written = {name: about for files, _ in outcomes for name, about in files.items()}
         with_gaps = sorted(name for name, about in written.items() if about is None)
         if with_gaps:
             run(write_shards)
             # Each rank reads some of the files.
             names = with_gaps[rank :: world_size()]
             hashed = run(lambda: {name: disk.fingerprint(draft / name) for name in names})
-            written |= ChainMap(*hashed)
+            written |= {name: about for files in hashed for name, about in files.items()}
         meta["files"] = written
         return run(lambda: _finish(draft, meta, state, incomplete) if rank == 0 else draft)[0]
     except CheckpointError:

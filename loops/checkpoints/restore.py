@@ -286,7 +286,9 @@ class Checkpoint:
         model, every = user_model(state.model), "rank_*"
 
         def ranks() -> list[Any]:
-            return [files.whole(stem) for stem in files.stems if stem.startswith("rank_")]
+            # In the order of the ranks, since sums depend on it.
+            stems = sorted(stem for stem in files.stems if stem.startswith("rank_"))
+            return [files.whole(stem) for stem in stems]
 
         with reading(self.path, every, "gradients"):
             layouts = weights.gradient_places(model)

@@ -416,6 +416,24 @@ def _restore_on_ranks(path: Path) -> tuple[dict[str, torch.Tensor], float]:
     return get_weights(state), torch.rand(()).item()
 
 
+def _save_gradients(folder: Path) -> Path:
+    state = make_state()
+    for parameter in state.model.parameters():
+        # Their sum depends on the order.
+        parameter.grad = torch.full_like(parameter, (1e8, -1e8, 1.0)[get_rank()])
+    return save_checkpoint(folder, state)
+
+
+def test_gradients_of_three_ranks_are_added_in_their_order(tmp_path: Path) -> None:
+    path = run_ranks(_save_gradients, 3, tmp_path)[0]
+    stems = load_checkpoint(path).stems
+    assert [stem for stem in stems if "rank" in stem] == [f"rank_0000{rank}" for rank in range(3)]
+    state = make_state()
+    load_checkpoint(path).restore(state)
+    for parameter in state.model.parameters():
+        assert torch.equal(parameter.grad, torch.full_like(parameter, 1.0) / 3)
+
+
 @pytest.mark.slow
 def test_checkpoints_move_between_wrappers_and_world_sizes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
