@@ -3,9 +3,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .checkpoints.checkpoint import list_checkpoints, prune_checkpoints, save_alone, save_checkpoint
+from .checkpoints.checkpoint import list_checkpoints, prune_checkpoints
 from .checkpoints.files import CheckpointError
 from .checkpoints.restore import Checkpoint, find_checkpoint, load_checkpoint
+from .checkpoints.save import save_alone, save_checkpoint
 from .data.collate import TextCollator, keep_lists
 from .data.loaders import build_loader
 from .data.prefetch import prefetch_to_device

@@ -234,6 +234,9 @@ class LoopState(Counters, RunLength, Requests, EvalResults):
             by name. Checkpoints contain those that have changed since.
         media_loggers: functions ``(state, kind, name, item)`` of loggers; kinds are "image",
             "figure" and "text".
+        after_save: functions that ``CheckpointHook`` calls on rank 0 with the path of a checkpoint,
+            after it was saved and older ones were removed, and before the next save begins. They
+            may run in another thread, while the training continues.
 
     Raises:
         ValueError: ``run_dir`` is a URL.
@@ -256,6 +259,7 @@ class LoopState(Counters, RunLength, Requests, EvalResults):
     settings: Mapping[str, Any] = field(default_factory=dict)
     first_buffers: dict[str, str] | None = None
     media_loggers: list[Callable[[LoopState, str, str, Any], None]] = field(default_factory=list)
+    after_save: list[Callable[[Path], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.run_dir is not None:

@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import stat
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from ...registry.local_paths import require_local
 T = TypeVar("T")
 _DRAFT = ".draft-"
 _CHUNK = 1 << 20
+# Held while this process writes a checkpoint, possibly in another thread.
+save_lock = threading.Lock()
 
 
 class CheckpointError(RuntimeError):
@@ -44,7 +47,8 @@ def run_on_all_ranks(
             raise
         raise CollectiveError(
             f"{what}: {error}; a rank that has not arrived may still be reading, writing or "
-            "syncing files. If that can take longer than launch.timeout_s, increase this setting"
+            "syncing files. If that can take longer than the timeout, increase it: "
+            "hooks.checkpoint.save_timeout_s for saves, launch.timeout_s otherwise"
         ) from error
     texts = []
     for failure in filter(None, failures):

@@ -26,7 +26,15 @@ from ..state import LoopState, PartReader
 from . import format_1, weights
 from .buffers import load_differing_buffers, load_transient_buffers
 from .checkpoint import links_in, list_checkpoints, rank_stem, read_meta
-from .files import CheckpointError, find_damage, own_rank, reading, run_on_all_ranks, world_size
+from .files import (
+    CheckpointError,
+    find_damage,
+    own_rank,
+    reading,
+    run_on_all_ranks,
+    save_lock,
+    world_size,
+)
 from .optimizers import NameOrders, fit_to_run
 from .saved_tensors import load_whole_tensors
 from .tensor_files import Reader, get_stem
@@ -373,6 +381,9 @@ def find_checkpoint(
     if which not in ("latest", "best"):
         raise ValueError(f'which must be "latest" or "best", got {which!r}')
     require_local(run_dir, "run_dir")
+    with save_lock:
+        # A save in the background ends first, whatever its speed: the result is the same.
+        pass
     root = Path(run_dir) if own_rank() == 0 else None
     return run_on_all_ranks(f"searching {run_dir}", lambda: root and _search(root, which, before))[
         0

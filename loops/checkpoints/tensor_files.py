@@ -67,30 +67,29 @@ class TensorFile:
 
     Attributes:
         name: the name of the file.
-        tensors: by name; of sharded ones, this rank has a shard.
+        tensors: by name; of sharded ones, this rank's parts.
+        shards: the positions of the parts in their tensors, by name.
         tree: the containers in JSON.
         aliases: further names of tensors, as ``safetensors.torch.save_model`` stores them.
     """
 
     name: str
     tensors: dict[str, Tensor]
+    shards: LocalShards = field(default_factory=dict)
     tree: Any = None
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(_num_bytes, self.tensors.values()))
+        """The size of all tensors, as a whole."""
+        return sum(map(self.size_of, self.tensors))
 
-    @cached_property
-    def shards(self) -> LocalShards:
-        """This rank's parts of sharded tensors, by name."""
-        layouts = {n: get_layout(t) for n, t in self.tensors.items() if is_dtensor(t)}
-        return {
-            name: LocalShard(
-                layout.shape, str(self.tensors[name].dtype), layout.offsets, layout.sizes
-            )
-            for name, layout in layouts.items()
-        }
+    def size_of(self, name: str) -> int:
+        """Return the bytes of a tensor, as a whole."""
+        return math.prod(self._shape(name)) * self.tensors[name].element_size()
+
+    def _shape(self, name: str) -> Sequence[int]:
+        return self.shards[name].shape if name in self.shards else self.tensors[name].shape
 
     @cached_property
     def positions(self) -> dict[str, int]:
@@ -140,7 +139,7 @@ class TensorFile:
         with open_synced(folder / self.name, "wb", opener=_open_existing) as file:
             for name in names:
                 tensor, shard = self.tensors[name], self.shards[name]
-                memory, width = _memory(local_part(tensor)), tensor.element_size()
+                memory, width = _memory(tensor), tensor.element_size()
                 for start, stop, position in _runs(shard.shape, shard.offsets, shard.sizes):
                     file.seek(positions[name] + position * width)
                     file.write(memory[start * width : stop * width])
@@ -153,8 +152,7 @@ class TensorFile:
             if name == TREE:
                 yield self._entry
                 continue
-            tensor = self.tensors[name]
-            yield _num_bytes(tensor) if is_dtensor(tensor) else _memory(tensor)
+            yield self.size_of(name) if name in self.shards else _memory(self.tensors[name])
 
     def _header(self) -> tuple[bytes, dict[str, int]]:
         """Return the bytes of the header, and the position of each tensor in the file, in order."""
@@ -163,8 +161,8 @@ class TensorFile:
         end, starts = 0, {}
         for name in order:
             tensor = self.tensors[name]
-            starts[name], end = end, end + _num_bytes(tensor)
-            dtype, shape = _CODES.get(tensor.dtype), list(tensor.shape)
+            starts[name], end = end, end + self.size_of(name)
+            dtype, shape = _CODES.get(tensor.dtype), list(self._shape(name))
             if dtype is None:
                 dtype, shape = "U8", [*shape, tensor.element_size()]
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [starts[name], end]}
@@ -215,7 +213,14 @@ def pack(stem: str, content: Any) -> TensorFile:
     except RecursionError:
         text = f"{stem}: containers contain themselves, or are nested too deeply"
         raise TypeError(text) from None
-    return TensorFile(f"{stem}{SUFFIX}", encoder.tensors, tree, encoder.aliases)
+    tensors = {name: local_part(tensor) for name, tensor in encoder.tensors.items()}
+    shards = {name: _shard(t) for name, t in encoder.tensors.items() if is_dtensor(t)}
+    return TensorFile(f"{stem}{SUFFIX}", tensors, shards, tree, encoder.aliases)
+
+
+def _shard(tensor: Tensor) -> LocalShard:
+    layout = get_layout(tensor)
+    return LocalShard(layout.shape, str(tensor.dtype), layout.offsets, layout.sizes)
 
 
 def divide(file: TensorFile) -> list[TensorFile]:
@@ -223,16 +228,18 @@ def divide(file: TensorFile) -> list[TensorFile]:
     groups: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in file.tensors.items():
-        size += _num_bytes(tensor)
+        size += file.size_of(name)
         if size > MAX_BYTES and groups[-1]:
             groups.append({})
-            size = _num_bytes(tensor)
+            size = file.size_of(name)
         groups[-1][name] = tensor
     if len(groups) == 1:
         return [file]
-    stem = file.name.removesuffix(SUFFIX)
-    names = [f"{stem}-{i:05d}-of-{len(groups):05d}{SUFFIX}" for i in range(1, len(groups) + 1)]
-    files = [TensorFile(name, group) for name, group in zip(names, groups, strict=True)]
+    stem, files = file.name.removesuffix(SUFFIX), []
+    for number, group in enumerate(groups, 1):
+        shards = {name: file.shards[name] for name in group if name in file.shards}
+        name = f"{stem}-{number:05d}-of-{len(groups):05d}{SUFFIX}"
+        files.append(TensorFile(name, group, shards))
     files[0].tree, files[0].aliases = file.tree, file.aliases
     return files
 
@@ -445,10 +452,6 @@ def _runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) ->
     for number, row in enumerate(product(*(range(low, low + size) for low, size in ranges))):
         position = start + sum(i * stride for i, stride in zip(row, strides, strict=False))
         yield _Run(number * length, (number + 1) * length, position)
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _memory(tensor: Tensor) -> memoryview:

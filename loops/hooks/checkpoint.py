@@ -6,32 +6,35 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
-from ...collectives import all_gather_object, broadcast, get_rank
+from ...collectives import CollectiveError, all_gather_object, broadcast, get_rank
 from ...registry import HOOKS
 from ...wrappers.layout import reshard
-from ..checkpoints.checkpoint import (
-    list_checkpoints,
-    prune_checkpoints,
-    save_alone,
-    save_checkpoint,
-)
+from ..checkpoints.background import CheckpointWriter
+from ..checkpoints.checkpoint import list_checkpoints, prune_checkpoints
 from ..checkpoints.files import CheckpointError, make_draft, run_on_all_ranks
+from ..checkpoints.save import collect, save_alone
 from ..checkpoints.weights import has_sharded_state
 from ..hook import Hook
 from ..metrics.evaluation import WatchedMetric
 from ..schedule import Cadence
+from ..skipping.rollback import Rollback
 from ..state import LoopState
 from .nan_guard import NonFiniteError, bad_parameter
 
 logger = logging.getLogger(__name__)
 
+# Seconds to wait for a save in the background after a rank was lost.
+_PATIENCE_S = 10.0
+
 
 @HOOKS.register_module()
+@dataclass(eq=False, repr=False, kw_only=True)
 class CheckpointHook(Hook):
     """Save checkpoints into ``<run_dir>/checkpoints``; every rank must have this hook.
 
@@ -39,6 +42,10 @@ class CheckpointHook(Hook):
     the same update or epoch comes first. If the weights are not all finite, nothing is saved: a
     warning names the first bad parameter, and earlier checkpoints are kept. Does nothing if
     ``state.run_dir`` is None. Checks when training starts that the folder is writable.
+
+    The training waits only until the tensors are copied; a thread writes the files. If that fails,
+    all ranks raise the error at the same update, about a second later. The end of the training
+    waits for the save.
 
     Args:
         every_steps: optimizer updates between two checkpoints; None for never.
@@ -51,31 +58,49 @@ class CheckpointHook(Hook):
             metric's ``higher_is_better``, or by its name ("loss", "error", "accuracy").
         save_on_exception: save when training fails, too. Rank 0 saves without communication
             (``save_alone``), except after a NonFiniteError, CheckpointError or KeyboardInterrupt.
+        background: write files while the training continues. This needs memory for a copy of what
+            is saved. If it is false, or the memory is too small, the training waits for the files.
+        while_saving: what to do if a checkpoint is due while another one is still written: "wait"
+            for it, or "skip" the new one, unless it is the best or the last one.
+        save_timeout_s: seconds after which a rank that is writing or syncing files counts as
+            missing.
 
     Raises:
-        ValueError: an interval, ``keep_last`` or ``mode`` is not allowed.
+        ValueError: an interval, ``keep_last``, ``mode``, ``while_saving`` or ``save_timeout_s`` is
+            not allowed.
     """
 
     # Called after the hooks that change saved parts at the same event.
     order = 75
 
-    def __init__(
-        self,
-        *,
-        every_steps: int | None = None,
-        every_epochs: int | None = 1,
-        every_secs: float | None = 1800.0,
-        keep_last: int | None = 3,
-        keep_best: str | None = None,
-        mode: str | None = None,
-        save_on_exception: bool = True,
-    ) -> None:
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1, or null for all, got {keep_last!r}")
-        self._cadence = Cadence(every_steps, every_epochs, every_secs)
-        self._keep_last = keep_last
-        self.watched = WatchedMetric(keep_best or "", mode, setting="CheckpointHook: keep_best")
-        self._save_on_exception = save_on_exception
+    every_steps: int | None = None
+    every_epochs: int | None = 1
+    every_secs: float | None = 1800.0
+    keep_last: int | None = 3
+    keep_best: str | None = None
+    mode: str | None = None
+    save_on_exception: bool = True
+    background: bool = True
+    while_saving: Literal["wait", "skip"] = "wait"
+    save_timeout_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        if self.keep_last is not None and self.keep_last < 1:
+            raise ValueError(
+                f"keep_last must be at least 1, or null for all, got {self.keep_last!r}"
+            )
+        if self.while_saving not in ("wait", "skip"):
+            raise ValueError(f'while_saving must be "wait" or "skip", got {self.while_saving!r}')
+        if not self.save_timeout_s > 0:
+            raise ValueError(f"save_timeout_s must be > 0, got {self.save_timeout_s!r}")
+        self._cadence = Cadence(self.every_steps, self.every_epochs, self.every_secs)
+        self.watched = WatchedMetric(
+            self.keep_best or "", self.mode, setting="CheckpointHook: keep_best"
+        )
+        self._writer: CheckpointWriter | None = None
+        self._is_saving = False
+        # Of the save in the background: its step, its remark, and the clock at the last check.
+        self._saving_step, self._remark, self._checked_at_s = 0, "", 0.0
         self.best: float | None = None
         self._judged_at = -1
         self._saved_at = (-1, -1, -1)
@@ -90,11 +115,17 @@ class CheckpointHook(Hook):
             run_on_all_ranks(
                 f"making {folder}", lambda: _require_writable(folder) if get_rank() == 0 else None
             )
+            if self._writer is None:
+                after = partial(self._after_save, state)
+                self._writer = CheckpointWriter(after, self.save_timeout_s)
         if state.step:
             # The run was resumed: a checkpoint of this position exists.
             self._saved_at = _position(state)
 
     def on_save_point(self, state: LoopState) -> None:
+        # The clock changes at the same updates on all ranks.
+        if self._is_saving and state.clock_s != self._checked_at_s:
+            self._check_save(state)
         # Fast path, since this is called after every update: inside a pass and without an interval
         # in steps, a save can be due only by the clock or after a validation.
         waiting = state.clock_s < self._cadence.due_at_s and self._cadence.every_steps is None
@@ -107,19 +138,36 @@ class CheckpointHook(Hook):
             self._save(state, "interval", is_best=best)
 
     def on_train_end(self, state: LoopState) -> None:
+        if self._is_saving:
+            self._check_save(state, wait=True)
         if self._saved_at != _position(state):
             self._save(state, "signal" if state.signal else "end", is_best=self._is_best(state))
         self._training = False
+        self._close()
 
     def on_exception(self, state: LoopState, error: BaseException) -> None:
         training, self._training = self._training, False
-        harmful = isinstance(error, (NonFiniteError, CheckpointError))
-        if not training or harmful or not isinstance(error, Exception):
+        if isinstance(error, Rollback):
+            # The training continues, and so does the save.
             return
+        is_ordinary = isinstance(error, Exception)
+        harmful = isinstance(error, (NonFiniteError, CheckpointError)) or not is_ordinary
         folder = _folder(state)
-        if folder is not None and self._save_on_exception and get_rank() == 0 and state.step:
-            with _launcher_waits():
+        with _launcher_waits():
+            if self._writer is not None and is_ordinary:
+                # If a rank is missing, the thread may wait for it.
+                lacks_ranks = isinstance(error, CollectiveError)
+                self._writer.wait_alone(_PATIENCE_S if lacks_ranks else self.save_timeout_s)
+                self._close()
+            if folder is None or harmful or not (training and self.save_on_exception):
+                return
+            if get_rank() == 0 and state.step:
                 _save_after_error(folder, state)
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer, self._is_saving = None, False
 
     def best_by(self, state: LoopState) -> str:
         """Describe the best checkpoint, such as "lowest loss"; empty if there is none yet."""
@@ -158,21 +206,73 @@ class CheckpointHook(Hook):
             return
         run_on_all_ranks(f"saving step {state.step}", partial(_require_run_dir, folder.parent))
         started_s = perf_counter()
-        path = save_checkpoint(folder, state, reason=reason, is_best=is_best)
-        state.phase_s["checkpoint"] += perf_counter() - started_s
-        self._saved_at = _position(state)
-        if get_rank() != 0:
-            return
-        so_far = f" ({self.best_by(state)} so far)" if is_best else ""
-        logger.info("saved checkpoint %s%s", path, so_far)
-        if self._keep_last is None:
-            return
-        best = [path for path, meta in list_checkpoints(folder) if meta["best"]][:1]
         try:
-            prune_checkpoints(folder, self._keep_last, best)
-        except OSError:
-            # The new checkpoint is complete, and an error would be raised on rank 0 only.
-            logger.warning("could not remove old checkpoints from %s", folder, exc_info=True)
+            self._write(folder, state, reason, is_best=is_best)
+        finally:
+            state.phase_s["checkpoint"] += perf_counter() - started_s
+
+    def _write(self, folder: Path, state: LoopState, reason: str, *, is_best: bool) -> None:
+        """Save in the background, or at once at the end of the training."""
+        assert self._writer is not None
+        if self._is_saving:
+            may_skip = self.while_saving == "skip" and reason == "interval" and not is_best
+            self._check_save(state, wait=not may_skip)
+        if self._is_saving:
+            if get_rank() == 0:
+                logger.info(
+                    "step %d is not saved: step %d is still being written",
+                    *(state.step, self._saving_step),
+                )
+            return
+        snapshot = collect(folder, state, reason=reason, is_best=is_best)
+        self._saved_at = _position(state)
+        self._remark = f" ({self.best_by(state)} so far)" if is_best else ""
+        if self.background and reason == "interval":
+            problem = self._writer.start(snapshot)
+            if not problem:
+                self._is_saving = True
+                self._saving_step, self._checked_at_s = state.step, state.clock_s
+                state.restored_from = None
+                return
+            if get_rank() == 0:
+                logger.warning(
+                    "step %d is not saved in the background, and the training waits for it: %s; "
+                    "with hooks.checkpoint.background: false no copy is made",
+                    *(state.step, problem),
+                )
+        path = self._writer.write(snapshot)
+        state.restored_from = None
+        self._report(path)
+
+    def _check_save(self, state: LoopState, *, wait: bool = False) -> None:
+        """Report the end of the save in the background; every rank must call this.
+
+        Raises:
+            CheckpointError: on every rank, if the save failed.
+        """
+        assert self._writer is not None
+        self._checked_at_s = state.clock_s
+        path = self._writer.result(wait=wait)
+        if path is not None:
+            self._is_saving = False
+            self._report(path)
+
+    def _report(self, path: Path) -> None:
+        if get_rank() == 0:
+            logger.info("saved checkpoint %s%s", path, self._remark)
+
+    def _after_save(self, state: LoopState, path: Path) -> None:
+        """Remove older checkpoints, and tell others of the new one; called on rank 0."""
+        folder = path.parent
+        if self.keep_last is not None:
+            best = [path for path, meta in list_checkpoints(folder) if meta["best"]][:1]
+            try:
+                prune_checkpoints(folder, self.keep_last, best)
+            except OSError:
+                # The new checkpoint is complete.
+                logger.warning("could not remove old checkpoints from %s", folder, exc_info=True)
+        for tell in state.after_save:
+            tell(path)
 
 
 def _require_writable(folder: Path) -> None:

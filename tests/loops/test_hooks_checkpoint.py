@@ -85,7 +85,7 @@ def test_by_updates_and_the_last_ones(
 
 
 def test_a_save_reads_each_kept_checkpoint_only_once(tmp_path: Path) -> None:
-    hook = CheckpointHook(every_steps=1, every_epochs=None, keep_last=None)
+    hook = CheckpointHook(every_steps=1, every_epochs=None, keep_last=None, background=False)
     settings = {"val_loop": None}
     num_reads = count_calls(
         "read_meta", lambda: train(new_state(run_dir=tmp_path), [hook], **settings)
