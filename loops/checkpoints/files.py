@@ -94,9 +94,8 @@ def make_draft(parent: Path) -> Path:
     return draft
 
 
-def write_text(path: Path, text: str) -> dict[str, Any]:
-    """Write a text; return size and SHA-256. Raise OSError, with the file's name, if it fails."""
-    data = text.encode()
+def write_bytes(path: Path, data: bytes) -> dict[str, Any]:
+    """Write a file; return size and SHA-256. Raise OSError, with the file's name, if it fails."""
     with open_synced(path, "wb") as file:
         file.write(data)
     return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}

@@ -8,8 +8,9 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import NoneType
 from typing import Any, TypeAlias
 
@@ -185,7 +186,7 @@ class Snapshot:
         own_file: the file of this rank.
         shared_files: the files of all ranks together; on each rank if the state is sharded, else
             only on rank 0.
-        texts: further files, by name.
+        further_files: the contents of further files, by name.
         shards: the parts that each rank has of the tensors in each file.
         restored_from: ``LoopState.restored_from``.
         incomplete: whether to save it as ``incomplete_step_...``.
@@ -195,7 +196,7 @@ class Snapshot:
     meta: dict[str, Any]
     own_file: TensorFile
     shared_files: list[TensorFile]
-    texts: dict[str, str]
+    further_files: dict[str, bytes]
     restored_from: tuple[Path, int] | None
     shards: list[dict[str, LocalShards]] = field(default_factory=list)
     incomplete: bool = False
@@ -242,7 +243,7 @@ class Snapshot:
         if own_rank() != 0:
             return _write(draft, [self.own_file], {}), {}
         positions = {file.name: file.positions for file in self.shared_files}
-        return _write(draft, self.files(), self.texts), positions
+        return _write(draft, self.files(), self.further_files), positions
 
     def _write_shards(self, draft: Path, positions: Mapping[str, Mapping[str, int]]) -> None:
         """Write this rank's parts of sharded tensors into the gaps."""
@@ -284,7 +285,7 @@ class Snapshot:
             meta["serial"] += 1
         text = sealed_text(meta)
         with disk.explaining_full_disks(draft, lambda: len(text)):
-            disk.write_text(draft / META, text)
+            disk.write_bytes(draft / META, text.encode())
         disk.publish(draft, final)
         disk.remove_folders(path for path, _ in replaced)
         return final
@@ -312,8 +313,8 @@ def _collect(
         contents |= differing_buffers(state.model, digests)
         contents |= changed_transient_buffers(state)
         own_file = pack(rank_stem(own_rank()), contents)
-        texts = _texts(state, shared) if own_rank() == 0 else {}
-        snapshots.append(Snapshot(folder, meta, own_file, shared, texts, state.restored_from))
+        further = _further_files(state, shared) if own_rank() == 0 else {}
+        snapshots.append(Snapshot(folder, meta, own_file, shared, further, state.restored_from))
         return {file.name: file.shards for file in shared}
 
     shards = run(pack_all)
@@ -336,13 +337,13 @@ def _write_alone(snapshot: Snapshot) -> Path:
 
 
 def _write(
-    draft: Path, files: Sequence[TensorFile], texts: Mapping[str, str]
+    draft: Path, files: Sequence[TensorFile], further_files: Mapping[str, bytes]
 ) -> dict[str, dict[str, Any] | None]:
     """Write files, and return size and SHA-256 of each one that no other rank writes to."""
     with disk.explaining_full_disks(draft, lambda: sum(file.num_bytes for file in files)):
         return {
             **{file.name: file.write(draft) for file in files},
-            **{name: disk.write_text(draft / name, text) for name, text in texts.items()},
+            **{name: disk.write_bytes(draft / name, data) for name, data in further_files.items()},
         }
 
 
@@ -352,17 +353,33 @@ def _shared_files(state: LoopState) -> list[TensorFile]:
     return [*divide(model), *states]
 
 
-def _texts(state: LoopState, files: Sequence[TensorFile]) -> dict[str, str]:
-    """Return the files with which other libraries open the model: by name, their texts."""
-    texts = dict(filter(None, [index_text(files)]))
+def _further_files(state: LoopState, files: Sequence[TensorFile]) -> dict[str, bytes]:
+    """Return the files with which other libraries open the model: by name, their contents."""
+    contents = {name: text.encode() for name, text in filter(None, [index_text(files)])}
     config: Any = getattr(user_model(state.model), "config", None)
     if callable(getattr(config, "to_json_string", None)):
         # The settings of a model of transformers, from which it can be built.
         try:
-            texts["config.json"] = str(config.to_json_string())
+            contents["config.json"] = str(config.to_json_string()).encode()
+            contents |= _tokenizer_files(_find_tokenizer(state.dataloader))
         except Exception:
-            logger.warning("the model's config cannot be saved as config.json", exc_info=True)
-    return texts
+            logger.warning("config.json or the tokenizer cannot be saved", exc_info=True)
+    return contents
+
+
+def _find_tokenizer(loader: Any) -> Any:
+    collate = getattr(loader, "collate_fn", None)
+    # Our loaders wrap the user's function.
+    return getattr(getattr(collate, "collate", collate), "tokenizer", None)
+
+
+@lru_cache(maxsize=1)
+def _tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
+    if not hasattr(tokenizer, "save_pretrained"):
+        return {}
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
 
 
 def _contents(state: LoopState) -> dict[str, Any]:

@@ -82,9 +82,9 @@ class TensorFile:
     @property
     def num_bytes(self) -> int:
         """The size of all tensors, as a whole."""
-        return sum(map(self.size_of, self.tensors))
+        return sum(map(self.tensor_bytes, self.tensors))
 
-    def size_of(self, name: str) -> int:
+    def tensor_bytes(self, name: str) -> int:
         """Return the bytes of a tensor, as a whole."""
         return math.prod(self._shape(name)) * self.tensors[name].element_size()
 
@@ -152,7 +152,7 @@ class TensorFile:
             if name == TREE:
                 yield self._entry
                 continue
-            yield self.size_of(name) if name in self.shards else _memory(self.tensors[name])
+            yield self.tensor_bytes(name) if name in self.shards else _memory(self.tensors[name])
 
     def _header(self) -> tuple[bytes, dict[str, int]]:
         """Return the bytes of the header, and the position of each tensor in the file, in order."""
@@ -161,7 +161,7 @@ class TensorFile:
         end, starts = 0, {}
         for name in order:
             tensor = self.tensors[name]
-            starts[name], end = end, end + self.size_of(name)
+            starts[name], end = end, end + self.tensor_bytes(name)
             dtype, shape = _CODES.get(tensor.dtype), list(self._shape(name))
             if dtype is None:
                 dtype, shape = "U8", [*shape, tensor.element_size()]
@@ -228,10 +228,10 @@ def divide(file: TensorFile) -> list[TensorFile]:
     groups: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in file.tensors.items():
-        size += file.size_of(name)
+        size += file.tensor_bytes(name)
         if size > MAX_BYTES and groups[-1]:
             groups.append({})
-            size = file.size_of(name)
+            size = file.tensor_bytes(name)
         groups[-1][name] = tensor
     if len(groups) == 1:
         return [file]

@@ -55,7 +55,7 @@ class TextCollator:
             from transformers import DataCollatorWithPadding
 
             collate = DataCollatorWithPadding(tokenizer)
-        self._tokenizer, self._collate = tokenizer, collate
+        self.tokenizer, self._collate = tokenizer, collate
         self._columns = {"text": text, "pair": pair, "label": label}
         # A tokenizer that knows no limit states a huge one.
         limit = getattr(tokenizer, "model_max_length", None) or _NO_LIMIT
@@ -66,7 +66,7 @@ class TextCollator:
         columns = {
             key: self._column(samples, key) for key, column in self._columns.items() if column
         }
-        tokens = self._tokenizer(
+        tokens = self.tokenizer(
             columns["text"],
             columns.get("pair"),
             truncation=self._max_length < _NO_LIMIT,

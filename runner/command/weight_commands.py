@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...loops.checkpoints.files import open_synced, write_text
+from ...loops.checkpoints.files import open_synced, write_bytes
 from ...loops.checkpoints.saved_tensors import load_whole_tensors
 from ...loops.checkpoints.tensor_files import divide, index_text, pack
 from ...primitives.files import replacing
@@ -285,4 +285,4 @@ def _write_folder(out: Path, weights: Mapping[str, Any], source: OpenedWeights) 
         if source.checkpoint is not None and settings.is_file():
             texts[settings.name] = settings.read_text()
         for name, text in texts.items():
-            write_text(draft / name, text)
+            write_bytes(draft / name, text.encode())

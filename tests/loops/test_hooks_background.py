@@ -199,13 +199,14 @@ def test_a_failed_save_ends_the_run_on_all_ranks_at_the_same_update(
     tmp_path: Path, ranks: int, failing_rank: int
 ) -> None:
     ended = run_ranks(_failing_run, ranks, tmp_path, failing_rank, init=ranks > 1)
-    (text, step), *others = ended
-    assert all(other == (text, step) for other in others)
+    assert len(set(ended)) == 1
+    text, step = ended[0]
     assert "step 4" in text
     assert "the disk is broken" in text
     assert f"last good checkpoint is {tmp_path / 'checkpoints' / 'step_00000002'}" in text
     assert ranks == 1 or f"rank {failing_rank}" in text
-    assert 4 < step <= 6 if ranks == 1 else 4 < step < 80
+    # The checkpoint of step 6 waits for that of step 4.
+    assert 4 <= step <= 6
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
 
 
@@ -281,10 +282,10 @@ def test_other_saves_and_searches_meanwhile(tmp_path: Path) -> None:
 
 
 def test_listeners_hear_of_each_checkpoint(tmp_path: Path) -> None:
-    state, told = new_state(run_dir=tmp_path), []
-    state.after_save.append(lambda path: told.append((path.name, len(steps_in(tmp_path)))))
+    state, events = new_state(run_dir=tmp_path), []
+    state.after_save.append(lambda path: events.append((path.name, len(steps_in(tmp_path)))))
     train(state, [CheckpointHook(keep_last=1)], epochs=3)
-    assert told == [(f"step_{step:08d}", 1) for step in (4, 8, 12)]
+    assert events == [(f"step_{step:08d}", 1) for step in (4, 8, 12)]
 
 
 @pytest.mark.parametrize(

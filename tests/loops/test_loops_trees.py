@@ -20,10 +20,25 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_st
 from loop_parts import Value, make_state
 from safetensors.torch import load_file, load_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
-from stepwrap.loops import CheckpointError, LoopState, load_checkpoint, save_checkpoint
+from stepwrap.loops import (
+    CheckpointError,
+    LoopState,
+    TextCollator,
+    build_loader,
+    load_checkpoint,
+    save_checkpoint,
+)
 from stepwrap.loops.checkpoints import tensor_files
 from stepwrap.loops.checkpoints.files import fingerprint
 from stepwrap.loops.checkpoints.tensor_files import Reader, pack
@@ -363,3 +378,21 @@ def test_transformers_opens_the_folder(
     fresh = LoopState(SingleDevice(BertForSequenceClassification(config).eval()))
     load_checkpoint(path).restore(fresh)
     assert torch.equal(fresh.model.module(tokens).logits, model(tokens).logits)
+
+
+def test_transformers_opens_the_tokenizer_beside_the_model(tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1, "good": 2, "film": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", model_max_length=8
+    )
+    samples: Any = [{"text": "good film", "label": 1}, {"text": "film", "label": 0}]
+    collate = TextCollator(tokenizer, label="label")
+    loader = build_loader(samples, batch_size=2, collate=collate)
+    model = BertForSequenceClassification(BertConfig(vocab_size=4, hidden_size=12))
+    state = LoopState(SingleDevice(model), dataloader=loader)
+    path = save_checkpoint(tmp_path, state)
+    assert "tokenizer.json" in load_checkpoint(path).meta["files"]
+    other = AutoTokenizer.from_pretrained(path)
+    assert other("good film")["input_ids"] == [2, 3]
+    assert (other.pad_token, other.model_max_length) == ("[PAD]", 8)

@@ -106,15 +106,15 @@ class Drill:
 
 
 # Weights and records of runs that were not killed, by their number of ranks and settings.
-_whole: dict[tuple[int, tuple[str, ...]], tuple[dict[str, Tensor], list[dict[str, Any]]]] = {}
+_expected: dict[tuple[int, tuple[str, ...]], tuple[dict[str, Tensor], list[dict[str, Any]]]] = {}
 
 
 def train_without_kill(drill: Drill, folder: Path) -> tuple[dict[str, Tensor], list[Any]]:
     key = drill.nproc, drill.settings
-    if key not in _whole:
+    if key not in _expected:
         run_ranks(train_here, drill.nproc, folder, "whole", False, *drill.settings)
-        _whole[key] = final_weights(folder / "whole"), timeless_records(folder / "whole")
-    return _whole[key]
+        _expected[key] = final_weights(folder / "whole"), timeless_records(folder / "whole")
+    return _expected[key]
 
 
 @pytest.mark.parametrize(
