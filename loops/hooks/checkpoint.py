@@ -17,7 +17,7 @@ from ...registry import HOOKS
 from ...wrappers.layout import reshard
 from ..checkpoints.background import CheckpointWriter
 from ..checkpoints.checkpoint import list_checkpoints, prune_checkpoints
-from ..checkpoints.files import CheckpointError, make_draft, run_on_all_ranks
+from ..checkpoints.files import CheckpointError, make_draft, run_on_all_ranks, save_lock
 from ..checkpoints.save import collect, save_alone
 from ..checkpoints.weights import has_sharded_state
 from ..hook import Hook
@@ -98,6 +98,7 @@ class CheckpointHook(Hook):
             self.keep_best or "", self.mode, setting="CheckpointHook: keep_best"
         )
         self._writer: CheckpointWriter | None = None
+        self._has_memory = self.background
         self._is_saving = False
         # Of the save in the background: its step, its remark, and the clock at the last check.
         self._saving_step, self._remark, self._checked_at_s = 0, "", 0.0
@@ -139,7 +140,8 @@ class CheckpointHook(Hook):
 
     def on_train_end(self, state: LoopState) -> None:
         if self._is_saving:
-            self._check_save(state, wait=True)
+            with _timed(state):
+                self._check_save(state, wait=True)
         if self._saved_at != _position(state):
             self._save(state, "signal" if state.signal else "end", is_best=self._is_best(state))
         self._training = False
@@ -205,11 +207,8 @@ class CheckpointHook(Hook):
                 logger.warning("step %d is not saved, because %s", state.step, bad)
             return
         run_on_all_ranks(f"saving step {state.step}", partial(_require_run_dir, folder.parent))
-        started_s = perf_counter()
-        try:
+        with _timed(state):
             self._write(folder, state, reason, is_best=is_best)
-        finally:
-            state.phase_s["checkpoint"] += perf_counter() - started_s
 
     def _write(self, folder: Path, state: LoopState, reason: str, *, is_best: bool) -> None:
         """Save in the background, or at once at the end of the training."""
@@ -227,18 +226,19 @@ class CheckpointHook(Hook):
         snapshot = collect(folder, state, reason=reason, is_best=is_best)
         self._saved_at = _position(state)
         self._remark = f" ({self.best_by(state)} so far)" if is_best else ""
-        if self.background and reason == "interval":
+        if self._has_memory and reason == "interval":
             problem = self._writer.start(snapshot)
             if not problem:
                 self._is_saving = True
                 self._saving_step, self._checked_at_s = state.step, state.clock_s
                 state.restored_from = None
                 return
+            self._has_memory = False
             if get_rank() == 0:
                 logger.warning(
-                    "step %d is not saved in the background, and the training waits for it: %s; "
-                    "with hooks.checkpoint.background: false no copy is made",
-                    *(state.step, problem),
+                    "the training waits for its checkpoints, because %s; this is also the effect "
+                    "of hooks.checkpoint.background: false",
+                    problem,
                 )
         path = self._writer.write(snapshot)
         state.restored_from = None
@@ -277,10 +277,12 @@ class CheckpointHook(Hook):
 
 def _require_writable(folder: Path) -> None:
     """Raise OSError if nothing can be saved into ``folder``; create the run folder."""
-    is_new = not folder.exists()
-    make_draft(folder).rmdir()
-    if is_new:
-        folder.rmdir()
+    # An interrupted training, or the one before a return to an earlier checkpoint, may still save.
+    with save_lock:
+        is_new = not folder.exists()
+        make_draft(folder).rmdir()
+        if is_new:
+            folder.rmdir()
 
 
 def _require_run_dir(run_dir: Path) -> None:
@@ -310,6 +312,16 @@ def _save_after_error(folder: Path, state: LoopState) -> None:
     except Exception:
         # The error that stopped the training must not be replaced.
         logger.warning("could not save a checkpoint after the error", exc_info=True)
+
+
+@contextmanager
+def _timed(state: LoopState) -> Iterator[None]:
+    """Count the time of the block as time of checkpoints."""
+    started_s = perf_counter()
+    try:
+        yield
+    finally:
+        state.phase_s["checkpoint"] += perf_counter() - started_s
 
 
 @contextmanager

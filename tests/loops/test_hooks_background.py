@@ -109,6 +109,14 @@ def test_the_checkpoint_has_the_state_of_its_save_point(tmp_path: Path) -> None:
     assert_same_files(tmp_path)
 
 
+@pytest.mark.gpu
+def test_the_copy_from_a_device_is_complete_before_the_next_update(tmp_path: Path) -> None:
+    """The weights are large, so that copying them takes longer than an update."""
+    net = nn.Sequential(nn.Linear(3, 2**20), nn.Linear(2**20, 1)).cuda()
+    SlowDisk(tmp_path, while_saving="skip").train(new_state(run_dir=tmp_path, net=net, lr=1e-9))
+    assert_same_files(tmp_path)
+
+
 def assert_same_files(run: Path) -> None:
     steps = steps_in(run)
     assert (steps[0], steps[-1], 4 in steps) == (8, 2, False)
@@ -174,8 +182,11 @@ def test_an_error_in_the_training_meanwhile(tmp_path: Path, error: BaseException
         with pytest.raises(type(error)):
             train(new_state(run_dir=tmp_path), hooks, val_loop=None)
         assert steps_in(tmp_path) == ([] if is_interrupt else [1])
-        released.set()
-        assert find_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_00000001"
+        # Another training in this process waits for the save, and removes nothing of it.
+        threading.Timer(0.1, released.set).start()
+        hook = CheckpointHook(keep_last=None)
+        train(new_state(run_dir=tmp_path), [hook], val_loop=None, epochs=1)
+    assert steps_in(tmp_path) == [4, 1]
 
 
 def _failing_run(folder: Path, failing_rank: int) -> tuple[str, int]:
