@@ -22,6 +22,7 @@ from .logs import merged_means
 from .metrics.directions import find_directions
 from .schedule import (
     Budget,
+    Cadence,
     EpochBudget,
     StepBudget,
     has_gradients,
@@ -61,6 +62,7 @@ class _TrainLoop:
     val_loop: Evaluation | None = None
     val_begin: int | None = None
     val_interval: int
+    val_every_secs: float | None = None
     dynamic_intervals: Sequence[tuple[int, int]] | None = None
     log_every_steps: int = 50
     sanity_val: bool = True
@@ -74,6 +76,9 @@ class _TrainLoop:
             raise ValueError(_EMPTY)
         self.dataloader = make_resumable(self.dataloader)
         self.val_loop = adapt_loop(self.val_loop, Phase.VAL)
+        if self.val_every_secs is not None and not self.val_every_secs > 0:
+            raise ValueError(f"val_every_secs must be > 0 or null, got {self.val_every_secs!r}")
+        self._val_clock = Cadence(every_secs=self.val_every_secs)
         positive("log_every_steps", self.log_every_steps)
         self._skip_steps = parse_skip_steps(self.skip_steps)
         self._share = Share(self.per_rank)
@@ -178,7 +183,7 @@ class _TrainLoop:
             state.logs.fold()
         if monotonic() >= self._signals.due_s:
             self._signals.poll(state)
-        if not self._by_epoch:
+        if not self._by_epoch or state.clock_s >= self._val_clock.due_at_s:
             self._validate(state, hooks)
         for on_save_point in hooks.on_save_point:
             on_save_point(state)
@@ -215,7 +220,10 @@ class _TrainLoop:
 
     def _validate(self, state: LoopState, hooks: HookList) -> bool:
         """Validate if a validation is due, and return whether it was."""
-        if self.val_loop is None or not self.budget.val_due(state):
+        is_due = self.budget.val_due(state)
+        if state.clock_s >= self._val_clock.due_at_s and self._val_clock.due_step(state):
+            is_due = not state.stop_reason
+        if self.val_loop is None or not is_due:
             return False
         if self.budget.done(state) == self.budget.last:
             self._record_rest(state, hooks)
@@ -260,6 +268,8 @@ class EpochTrainLoop(_TrainLoop):
             before training. Default: the first multiple of the interval.
         val_interval: validate after each epoch that is a multiple of this number, and after the
             last epoch, unless ``val_begin`` is greater.
+        val_every_secs: validate also during an epoch, when so many seconds of training have passed
+            since the last validation by the clock. All ranks do so after the same update.
         dynamic_intervals: ascending (epoch, val_interval) pairs; each applies from its epoch on.
         log_every_steps: updates between two log records.
         sanity_val: run one validation batch before training, to find mistakes early; see

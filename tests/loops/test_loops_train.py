@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from listeners import Records, failing, on, stop_at
+from listeners import Records, failing, on, slow, stop_at
 from loop_parts import Recorder, assert_identical, get_weights, make_data, make_loader, make_state
+from ranks import run_ranks
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset
@@ -121,6 +122,42 @@ def validated_at(loop: EpochTrainLoop | IterTrainLoop, **state: Any) -> list[tup
 def test_epochs_that_are_validated(settings: dict[str, Any], epochs: list[int]) -> None:
     loop = EpochTrainLoop(make_loader(4), val_loop=make_val_loop(), **settings)
     assert [epoch for epoch, _ in validated_at(loop)] == epochs
+
+
+def _validated_by_the_clock(loop_type: Any, **length: int) -> tuple[list[int], list[Any]]:
+    """Return the steps that were validated, and the weights with and without validations."""
+    weights, steps = [], list[int]()
+    noting = on(on_eval_start=lambda state: steps.append(state.step))
+    for seconds in (None, 1e-9):
+        # `slow` lets some time pass, so that the clock is read again between two updates.
+        loop = loop_type(
+            make_loader(24),
+            **length,
+            val_loop=make_val_loop(),
+            val_begin=99,
+            val_every_secs=seconds,
+        )
+        state = loop.run(make_state(), HookList([noting, slow(0.11)]))
+        weights.append(get_weights(state))
+    return steps, weights
+
+
+@pytest.mark.parametrize("loop", [(EpochTrainLoop, "max_epochs"), (IterTrainLoop, "max_steps")])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_validations_by_the_clock(loop: tuple[Any, str], ranks: int) -> None:
+    """All ranks validate at the same updates of a pass, which does not change the training."""
+    loop_type, unit = loop
+    length = {unit: 1 if unit == "max_epochs" else 12 // ranks}
+    reports = run_ranks(_validated_by_the_clock, ranks, loop_type, init=ranks > 1, **length)
+    for steps, (without, with_validations) in reports:
+        assert steps == reports[0][0]
+        assert 0 < min(steps) < 12 // ranks
+        assert_identical(with_validations, without)
+
+
+def test_seconds_between_validations_are_positive() -> None:
+    with pytest.raises(ValueError, match="val_every_secs must be > 0"):
+        EpochTrainLoop(make_loader(4), max_epochs=1, val_every_secs=0)
 
 
 def test_intervals_of_validation_count_updates_not_batches() -> None:
