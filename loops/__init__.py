@@ -7,7 +7,7 @@ from .checkpoints.checkpoint import list_checkpoints, prune_checkpoints
 from .checkpoints.files import CheckpointError
 from .checkpoints.restore import Checkpoint, find_checkpoint, load_checkpoint
 from .checkpoints.save import save_alone, save_checkpoint
-from .data.collate import TextCollator, keep_lists
+from .data.collate import MixCollator, TextCollator, keep_lists
 from .data.loaders import build_loader
 from .data.prefetch import prefetch_to_device
 from .data.sampler import ShardedBatchSampler
@@ -62,6 +62,7 @@ __all__ = [
     "MLflowHook",
     "MeanLoss",
     "MetricInputs",
+    "MixCollator",
     "NanGuardHook",
     "NoteStepHook",
     "NonFiniteError",

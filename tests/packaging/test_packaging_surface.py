@@ -29,7 +29,7 @@ DOORS = {
     "loops": """
         Cadence Checkpoint CheckpointError CheckpointHook EMAHook EarlyStopHook
         EpochTrainLoop EvalSets FreezeHook GradNormHook Hook HookList IterTrainLoop
-        LogHook LoggerHook LoopState MLflowHook MeanLoss MetricInputs NanGuardHook
+        LogHook LoggerHook LoopState MLflowHook MeanLoss MetricInputs MixCollator NanGuardHook
         NonFiniteError NoteStepHook Phase PolyLR PredictionHook ProfileHook ProcessMetric
         ProgressHook RunInfoHook ScheduleWindow SchedulerHook ShardedBatchSampler SpikeError
         SWAHook SpikeGuardHook Stateful StepBlocksHook SystemHook
