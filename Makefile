@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 DEMO_READY := $(VENV)/.ready-demo
 READY := $(VENV)/.ready
 DEMO_EXTRAS := examples,plots
-TEST_EXTRAS := $(DEMO_EXTRAS),docs,lightning,mmengine,mlflow,peft,sweep,tensorboard,transformers,wandb,test
+TEST_EXTRAS := $(DEMO_EXTRAS),docs,lightning,mmengine,mlflow,peft,remote,sweep,tensorboard,trackio,transformers,wandb,test
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 export PYTHONUNBUFFERED := 1
 

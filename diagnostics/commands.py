@@ -12,13 +12,14 @@ from ..runner.command.command import (
     NPROC,
     OVERSUBSCRIBE,
     RUN,
-    RUN_DIR,
     Command,
     Options,
+    UrlCommand,
     flag,
     from_zero,
     mistake,
     path_name,
+    path_or_url,
     positive,
 )
 
@@ -82,7 +83,7 @@ verify_resume = Command(
     (
         NPROC,
         OVERSUBSCRIBE,
-        RUN_DIR,
+        click.Option(["--run-dir"], type=path_name, metavar="DIR", help="the folder for the runs"),
         DEVICE,
         click.Option(
             ["--kill-at"],
@@ -95,13 +96,13 @@ verify_resume = Command(
     usage=f"{RUN} [options]",
     section="train",
 )
-report = Command(
+report = UrlCommand(
     "report",
     f"{__package__}.reports.page:run_report",
     "write an HTML file with curves, settings and facts of runs; it needs no network",
     (
         click.Option(
-            ["--out"], type=path_name, metavar="FILE", help="the file; default: report.html"
+            ["--out"], type=path_or_url, metavar="FILE", help="the file; default: report.html"
         ),
     ),
     usage="RUN_DIR ... [--out FILE]",

@@ -1,26 +1,51 @@
-"""Refuse URLs where a file or folder of this machine is required; does not import torch."""
+"""Tell URLs from paths of this machine; does not import torch."""
 
 from __future__ import annotations
 
 import os
 import re
+from hashlib import sha256
+from pathlib import Path
 
 # Path replaces the two slashes of a URL by one. Drives of Windows have one letter.
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+
+
+def remote_url(path: str | os.PathLike[str]) -> str:
+    """Return the URL of a remote file or folder, without a final slash; "" for a local path.
+
+    A ``file://`` URL is a local path.
+    """
+    text = os.fspath(path)
+    match = _URL.match(text)
+    if match is None or match[1].lower() == "file":
+        return ""
+    return f"{match[1].lower()}://{text[match.end() :].rstrip('/')}"
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path on this machine: of a remote run folder, its working folder in the cache."""
+    if url := remote_url(path):
+        digest = sha256(url.encode()).hexdigest()[:12]
+        return cache_folder() / "runs" / digest / (url.rpartition("/")[2].strip(".") or "run")
+    text = os.fspath(path)
+    match = _URL.match(text)
+    return Path(path if match is None else f"/{text[match.end() :]}")
+
+
+def cache_folder() -> Path:
+    """Return the folder for working folders and copies of remote files: ``STEPWRAP_CACHE``."""
+    return Path(os.environ.get("STEPWRAP_CACHE") or "~/.cache/stepwrap").expanduser().absolute()
 
 
 def url_problem(path: str | os.PathLike[str]) -> str:
     """Return why ``path`` cannot be used if it is a URL, otherwise ""."""
-    text = os.fspath(path)
-    match = _URL.match(text)
-    if match is None:
-        return ""
-    start, location = match[0], text[match.end() :].lstrip("/")
-    url = text if text.startswith(f"{start}/") else f"{start}/{location}"
-    remedy = "copy the files to or from there with another program, or mount the remote folder"
-    if match[1].lower() == "file":
-        remedy = f"write /{location}"
-    return f"must be a path on this machine, got the URL {url}: {remedy}"
+    if url := remote_url(path):
+        remedy = "copy the files to or from there with another program, or mount the remote folder"
+        return f"must be a path on this machine, got the URL {url}: {remedy}"
+    if (local := local_path(path)) != Path(path):
+        return f"must be a path on this machine, got the URL {os.fspath(path)}: write {local}"
+    return ""
 
 
 def require_local(path: str | os.PathLike[str], name: str) -> None:

@@ -131,12 +131,12 @@ class TrainingFailed(RuntimeError):
     """Raised if training failed but can be resumed; ``__cause__`` is the error.
 
     Attributes:
-        config: the config that the run wrote.
+        config: the config that the run wrote, or the URL of its folder.
         saved: its last checkpoint, or None.
         aside: its last incomplete checkpoint, or None.
     """
 
-    def __init__(self, config: Path, saved: Path | None, aside: Path | None) -> None:
+    def __init__(self, config: str, saved: Path | None, aside: Path | None) -> None:
         super().__init__(f"the last checkpoint is {saved or aside}")
         self.config = config
         self.saved = saved

@@ -22,7 +22,6 @@ from ..loops import (
     LoopState,
     NoteStepHook,
     ProfileHook,
-    find_checkpoint,
 )
 from ..loops.metrics.inputs import MetricInputsError
 from ..registry import (
@@ -33,6 +32,7 @@ from ..registry import (
     import_problems,
     load_config,
 )
+from ..registry.local_paths import local_path, remote_url
 from ..registry.text.values import dotted, leaves
 from ..wrappers import auto
 from .failure import OversubscribedError, as_mistakes_in
@@ -40,10 +40,8 @@ from .launcher import launch, single_process_group
 from .parts import build_parts
 from .rank_layout import needs_group
 from .run_folder import (
-    clear_results,
     is_in_use,
     occupied,
-    resolve_checkpoint,
     saved_checkpoints,
 )
 from .runner import Runner, traced
@@ -112,11 +110,11 @@ def train_on_rank(
     Raises:
         ConfigError: a part cannot be built, or the run's folder is not free.
     """
-    with prepared(config, run, debug=debug), _run_folder(run, dry_run=dry_run) as folder:
+    with prepared(config, run, debug=debug), _run_folder(run, dry_run=dry_run) as run_dir:
         if not dry_run:
             resume, fresh = _next_after_restart(run, resume=resume, fresh=fresh)
             require_free_run_dir(config, run, resume=resume, fresh=fresh)
-        run = replace(run, run_dir=str(folder))
+        run = replace(run, run_dir=run_dir)
         with as_mistakes_in(config):
             parts = build_parts(_without_loaded(run, resume), dry_run=dry_run)
         hooks = {**parts.hooks, **hooks}
@@ -131,7 +129,7 @@ def train_on_rank(
             outcome = _training_outcome(state)
             if state.signal or run.data.test is None:
                 return outcome
-            return _test_best(runner, outcome, folder)
+            return _test_best(runner, outcome)
 
 
 def evaluate_on_rank(
@@ -153,9 +151,9 @@ def evaluate_on_rank(
         dry_run: evaluate the initial weights on one batch.
         debug: show the log messages of every rank.
     """
-    with prepared(config, run, debug=debug), _run_folder(run, dry_run=dry_run) as folder:
-        runner = _build_evaluator(config, replace(run, run_dir=str(folder)), phase, dry_run=dry_run)
-        path = None if dry_run else resolve_checkpoint(folder, checkpoint or "")
+    with prepared(config, run, debug=debug), _run_folder(run, dry_run=dry_run) as run_dir:
+        runner = _build_evaluator(config, replace(run, run_dir=run_dir), phase, dry_run=dry_run)
+        path = None if dry_run else runner.resolve(checkpoint or "")
         with _locating_inputs(config):
             metrics = runner.test(path) if phase == "test" else runner.validate(path)
         state = runner.state
@@ -178,7 +176,7 @@ def predict_on_rank(
     """
     with prepared(config, run, debug=debug):
         runner = _build_evaluator(config, run, "test")
-        path = resolve_checkpoint(Path(run.run_dir), checkpoint or "")
+        path = runner.resolve(checkpoint or "")
         with _locating_inputs(config):
             count = runner.predict(out, checkpoint=path)
         state = runner.state
@@ -254,11 +252,19 @@ def require_free_run_dir(
     Every rank must call this: rank 0 checks, and all raise the same ConfigError. Pass ``is_locked``
     if this run has locked the folder, so that only results are checked.
     """
-    problem, folder = "", Path(run.run_dir)
+    problem, folder = "", local_path(run.run_dir)
+    keeps = not resume and not fresh
     if get_rank() == 0:
-        problem = "" if is_locked else is_in_use(folder)
-        if not resume and not fresh:
-            problem = problem or occupied(folder)
+        if url := remote_url(run.run_dir):
+            # Imported here, because most runs have no URL.
+            from .remote.runs import remote_problem
+
+            problem = remote_problem(url, keeps=keeps, is_locked=is_locked)
+        if not problem and not is_locked:
+            problem = is_in_use(folder)
+        # What was not uploaded is in the working folder only.
+        if not problem and keeps and (is_locked or not url):
+            problem = occupied(folder)
     problem = broadcast(problem)
     if problem:
         raise run_dir_error(config, problem)
@@ -272,15 +278,14 @@ def _next_after_restart(
     Every rank must call this. torchrun's store records whether an earlier attempt began. Results in
     the run's folder are not a sign of it, because they may belong to another run.
     """
-    saved: int | None = None
-    run_dir = Path(run.run_dir)
+    saved: bool | None = None
     store = agent_store() if get_rank() == 0 else None
-    if store is not None and store.check([_begun(run_dir)]):
-        saved = len(saved_checkpoints(run_dir))
+    if store is not None and store.check([_begun(local_path(run.run_dir))]):
+        saved = _has_saved(run.run_dir)
     saved = broadcast(saved)
     if saved is None:
         return resume, fresh
-    return next_attempt(resume, fresh, has_saved=bool(saved))
+    return next_attempt(resume, fresh, has_saved=saved)
 
 
 def next_attempt(
@@ -297,6 +302,17 @@ def next_attempt(
         return True, False
     # `fresh` removes the records of the failed attempt.
     return resume, fresh or not resume
+
+
+def _has_saved(run_dir: str) -> bool:
+    """Return whether a run folder has a checkpoint; rank 0 calls this."""
+    if saved_checkpoints(local_path(run_dir)):
+        return True
+    if not (url := remote_url(run_dir)):
+        return False
+    from .remote.runs import has_checkpoints
+
+    return has_checkpoints(url)
 
 
 def _begun(run_dir: Path) -> str:
@@ -321,20 +337,20 @@ def _without_loaded(run: RunSections, resume: bool | str | Path) -> RunSections:
     resumes = bool(resume)
     if resume is True:
         # Without a checkpoint the run starts from the beginning.
-        resumes = broadcast(bool(saved_checkpoints(Path(run.run_dir))))
+        resumes = broadcast(get_rank() == 0 and _has_saved(run.run_dir))
     return run.without_loaded() if resumes else run
 
 
 def _train(
     runner: Runner, config: Config, run: RunSections, *, resume: bool | str | Path, fresh: bool
 ) -> LoopState:
-    folder = Path(run.run_dir)
+    folder = local_path(run.run_dir)
     source: bool | Path = bool(resume)
     if resume and not isinstance(resume, bool):
-        source = resolve_checkpoint(folder, resume, of_other_run="latest")
+        source = runner.resolve(resume, "latest")
+    if fresh:
+        runner.clear_run_dir()
     if get_rank() == 0:
-        if fresh:
-            clear_results(folder)
         if source:
             resumed_folder = folder if source is True else source.absolute().parent.parent
             _log_changes(config, run, resumed_folder)
@@ -353,9 +369,9 @@ def _training_outcome(state: LoopState) -> Outcome:
     return Outcome(state.step, state.running_epoch, state.signal, metrics, best_by=best_by)
 
 
-def _test_best(runner: Runner, outcome: Outcome, folder: Path) -> Outcome:
+def _test_best(runner: Runner, outcome: Outcome) -> Outcome:
     """Test the best checkpoint in the run's folder; add the result to the training's outcome."""
-    best = find_checkpoint(folder, "best")
+    best = runner.find("best")
     metrics = {**outcome.metrics, "test": runner.test(best)}
     # The checkpoint has restored the metrics of its validation.
     at_best = dict(runner.state.metrics) if best is not None and metrics.get("val") else {}
@@ -406,13 +422,13 @@ def _flat(settings: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _run_folder(run: RunSections, *, dry_run: bool) -> Iterator[Path]:
+def _run_folder(run: RunSections, *, dry_run: bool) -> Iterator[str]:
     """Yield the run's folder or, for a dry run, a temporary one that is removed at the end."""
     if not dry_run:
-        yield Path(run.run_dir)
+        yield run.run_dir
         return
     temporary = tempfile.mkdtemp(prefix="stepwrap_dry_run_") if get_rank() == 0 else ""
-    folder = Path(broadcast(temporary))
+    folder: str = broadcast(temporary)
     try:
         yield folder
         synchronize()

@@ -18,7 +18,7 @@ from ..loops import CheckpointError, Hook, LoopState, find_checkpoint
 from ..loops.loggers.logger import flat_settings
 from ..primitives.files import is_locked, replacing, try_lock
 from ..registry import Config, did_you_mean, dump_config, source_folders
-from ..registry.local_paths import require_local
+from ..registry.local_paths import remote_url
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,8 @@ def resolve_checkpoint(
     - "best" and "latest" are checkpoints in the run's folder.
     - Another text without a slash is the name of a checkpoint in the run's folder or, if there is
       none, the folder of another run. It never names a checkpoint in the current folder.
-    - Any other text, and any ``Path``, is the path of a checkpoint or of another run's folder.
+    - Any other text, and any ``Path``, is the path or URL of a checkpoint or of another run's
+      folder.
 
     Args:
         run_dir: the run's folder; None if there is none, so that every text is a path.
@@ -205,9 +206,12 @@ def resolve_checkpoint(
 
     Raises:
         CheckpointError: the checkpoint does not exist.
-        ValueError: ``which`` is a URL.
     """
-    require_local(which, "a checkpoint")
+    if remote_url(which):
+        # Imported here, because most runs have no URL.
+        from .remote.copies import local_copy
+
+        return _checkpoint_at(local_copy(which, of_other_run), of_other_run)
     path = Path(which)
     if run_dir is None or not isinstance(which, str) or path.name != which:
         return _checkpoint_at(path, of_other_run)

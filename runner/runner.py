@@ -39,16 +39,23 @@ from ..registry import (
     config_from_dict,
     load_config,
 )
-from ..registry.local_paths import require_local
+from ..registry.local_paths import local_path, remote_url
 from ..wrappers import LossWeight, wrap_model
 from ..wrappers.features import require_optim_wrapper
 from .parts import Parts, build_default_hooks, build_parts
 from .pretrained.load import load_run_model
-from .run_folder import ConfigWriter, locked_run_dir, resolve_checkpoint, saved_checkpoints
+from .run_folder import (
+    ConfigWriter,
+    clear_results,
+    locked_run_dir,
+    resolve_checkpoint,
+    saved_checkpoints,
+)
 from .sections import read_sections
 
 if TYPE_CHECKING:
     from ..wrappers.steps.step import StepFunction
+    from .remote.runs import RemoteRun
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +96,8 @@ class Runner:
             ``hooks={"nan_guard": None}``. In a sequence, a hook takes the place of the default
             hook of its class. ``()`` or False means no hooks at all. Checkpoints store hooks under
             their names.
-        run_dir: the folder for records and checkpoints. None writes nothing.
+        run_dir: the folder for records and checkpoints, or its URL, such as ``s3://bucket/run``
+            (docs/remote.md). None writes nothing.
         seed: seed of the random number generators, the same on every rank; ranks with different
             data draw different numbers. None leaves the generators unchanged.
         train_step: a function ``(wrapper, batch, optim_wrapper)`` that trains on one batch and
@@ -104,7 +112,7 @@ class Runner:
     Raises:
         RuntimeError: WORLD_SIZE is above 1 without a process group.
         TypeError: ``optim_wrapper`` is not an optimizer wrapper, for example an optimizer.
-        ValueError: ``run_dir`` is a URL, such as ``s3://bucket/run``.
+        RemoteError: ``run_dir`` is a URL that cannot be opened on this machine (a RuntimeError).
 
     Attributes:
         state: the state that the loops share.
@@ -141,11 +149,18 @@ class Runner:
         self.state = LoopState(
             model=wrap_model(None, model, train_step=train_step),
             optim_wrapper=optim_wrapper,
-            run_dir=None if run_dir is None else Path(run_dir),
+            run_dir=None if run_dir is None else local_path(run_dir),
             precision=precision,
             loss_weight=None if loss_weight is None else LossWeight(loss_weight),
             stateful={f"hooks.{n}": h for n, h in named.items() if isinstance(h, Stateful)},
         )
+        self._remote: RemoteRun | None = None
+        if run_dir is not None and remote_url(run_dir):
+            # Imported here, because most runs have no URL.
+            from .remote.runs import RemoteRun
+
+            self._remote = RemoteRun(remote_url(run_dir))
+            self._remote.attach(self.state)
         if seed is not None:
             # Ranks must draw different numbers for dropout and augmentation, except for ranks
             # that hold parts of the same layers.
@@ -215,6 +230,8 @@ class Runner:
             CheckpointError: the checkpoint does not exist or is damaged.
             FileExistsError: ``run_dir`` holds checkpoints of another run and ``resume`` is False.
             BlockingIOError: another run uses ``run_dir``; the message names its process and host.
+            RemoteError: ``run_dir`` is a URL, and the store cannot be reached, or files are missing
+                there at the end (a RuntimeError).
         """
         loop = _required("train", "train_loop", self._train_loop)
         _required("train", "optim_wrapper", self.state.optim_wrapper)
@@ -222,7 +239,7 @@ class Runner:
         with traced(self._is_traced), self.hold_run_dir():
             path: Path | None = None
             if resume:
-                path = self._latest() if resume is True else self._resolve(resume, "latest")
+                path = self._latest() if resume is True else self.resolve(resume, "latest")
             else:
                 self._refuse_overwriting()
             for listener in self._hooks.on_run_start:
@@ -251,12 +268,21 @@ class Runner:
         if self._holds_run_dir or self.state.run_dir is None:
             yield
             return
-        with locked_run_dir(self.state.run_dir):
+        remote = nullcontext() if self._remote is None else self._remote.hold()
+        with locked_run_dir(self.state.run_dir), remote:
             self._holds_run_dir = True
             try:
                 yield
             finally:
                 self._holds_run_dir = False
+
+    def clear_run_dir(self) -> None:
+        """Delete the results in ``run_dir``, which this runner holds; every rank must call this."""
+        if get_rank() == 0:
+            clear_results(self._folder())
+        if self._remote is not None:
+            # A resume elsewhere must not find the checkpoints of the earlier run.
+            self._remote.clear()
 
     def validate(self, checkpoint: str | os.PathLike[str] | None = None) -> dict[str, float]:
         """Evaluate on the validation data and return the metrics; see ``test``."""
@@ -325,7 +351,7 @@ class Runner:
             for listener in hooks.on_run_start:
                 listener(self.state)
             if which is not None:
-                checkpoint = load_checkpoint(self._resolve(which))
+                checkpoint = load_checkpoint(self.resolve(which))
                 if self.state.optim_wrapper is not None:
                     checkpoint.restore(self.state)
                 else:
@@ -349,15 +375,22 @@ class Runner:
                 "continue that run with train(resume=True), or choose another run_dir"
             )
 
-    def _resolve(self, which: str | os.PathLike[str], of_other_run: str = "") -> Path:
+    def resolve(self, which: str | os.PathLike[str], of_other_run: str = "") -> Path:
+        """Return the path of a checkpoint, as ``resolve_checkpoint``; every rank must call this."""
         folder = self._folder() if which in ("best", "latest") else self.state.run_dir
+        if self._remote is not None and isinstance(which, str) and Path(which).name == which:
+            folder = self._remote.fetch(which)
         return resolve_checkpoint(folder, which, of_other_run=of_other_run)
 
+    def find(self, which: Literal["latest", "best"]) -> Path | None:
+        """Return a checkpoint of the run, as ``find_checkpoint``; every rank must call this."""
+        folder = self._folder() if self._remote is None else self._remote.fetch(which)
+        return find_checkpoint(folder, which)
+
     def _latest(self) -> Path | None:
-        folder = self._folder()
-        path = find_checkpoint(folder)
+        path = self.find("latest")
         if path is None:
-            logger.warning("%s has no checkpoint: starting from the beginning", folder)
+            logger.warning("%s has no checkpoint: starting from the beginning", self._folder())
         return path
 
     def _folder(self) -> Path:
@@ -381,9 +414,9 @@ def load_model(
     call this.
 
     Args:
-        run_dir: the run's folder.
-        which: "best", "latest" or the name of a checkpoint in this folder, or a path. Default: the
-            best one if there is one, otherwise the latest.
+        run_dir: the run's folder, or its URL.
+        which: "best", "latest" or the name of a checkpoint in this folder, or a path or URL.
+            Default: the best one if there is one, otherwise the latest.
         device: the device of the returned model.
 
     Raises:
@@ -392,8 +425,7 @@ def load_model(
             was built from objects; the message shows how to load the model.
         ConfigError: the model cannot be built. Other parts of the run are not needed.
     """
-    require_local(run_dir, "run_dir")
-    model, adapter = load_run_model(Path(run_dir), which)
+    model, adapter = load_run_model(run_dir, which)
     if adapter is not None:
         model = adapter.merge()
     return model.eval().to(device)

@@ -22,7 +22,7 @@ from ..registry import (
     load_config,
     optim_wrapper_sections,
 )
-from ..registry.local_paths import url_problem
+from ..registry.local_paths import remote_url
 from ..registry.registry import find_component
 from ..wrappers import LossWeight
 from .rank_layout import layout_problems, preparation_problems, tables_with, works_over_ranks
@@ -99,13 +99,17 @@ def _device_problems(run: RunSections, ranks: int) -> Iterator[Problem]:
 
 
 def _remote_paths(run: RunSections) -> Iterator[Problem]:
-    """Yield settings that must be paths on this machine and are URLs."""
+    """Yield settings with URLs that cannot be opened on this machine; sends nothing."""
     paths = {"run_dir": run.run_dir, "load_from": run.load_from, "resume": run.resume}
     if isinstance(run.load_from, LoadFromSection):
         paths["load_from.path"] = run.load_from.path
     for key, path in paths.items():
-        if isinstance(path, str) and (problem := url_problem(path)):
-            yield Problem(key, problem)
+        if isinstance(path, str) and (url := remote_url(path)):
+            # Imported here, because most runs have no URL.
+            from .remote.stores import store_problem
+
+            if problem := store_problem(url):
+                yield Problem(key, problem)
 
 
 def _uneven_problems(run: RunSections) -> Iterator[Problem]:

@@ -9,7 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ...runner.command.command import Options, mistake
+from ...registry.local_paths import remote_url
+from ...runner.command.command import Options, mistake, output
 from .run_files import read_all
 
 
@@ -19,8 +20,30 @@ def run_report(options: Options) -> int:
     def fail(text: str) -> Exception:
         return mistake(f"stepwrap report: {text}")
 
-    runs = read_all(options.words, fail)
-    out = Path(options.out or "report.html")
+    options.out = options.out or "report.html"
+    with output(options, replace=True) as out:
+        facts = _write_report(_local_folders(options.words, fail), out, fail)
+    print(f"report: {options.out} ({facts}); open it in a browser")
+    return 0
+
+
+def _local_folders(words: list[str], fail: Callable[[str], Exception]) -> list[str]:
+    """Return the folders of runs; those of URLs are copies."""
+    if not any(map(remote_url, words)):
+        return words
+    # Imported here, because most reports have no URL.
+    from ...runner.remote.copies import report_copy
+    from ...runner.remote.stores import RemoteError
+
+    try:
+        return [str(report_copy(word)) for word in words]
+    except RemoteError as error:
+        raise fail(str(error)) from error
+
+
+def _write_report(folders: list[str], out: Path, fail: Callable[[str], Exception]) -> str:
+    """Write the page, and return its size and the number of runs."""
+    runs = read_all(folders, fail)
     script = f"<script>{plotly_source(fail)}</script>"
     data = {
         "runs": [run.page_data() for run in runs],
@@ -32,8 +55,7 @@ def run_report(options: Options) -> int:
     except OSError as error:
         raise fail(f"--out: {out} cannot be written: {error.strerror}") from error
     size_mib = out.stat().st_size / 2**20
-    print(f"report: {out} ({size_mib:.1f} MiB, {len(runs)} run(s)); open it in a browser")
-    return 0
+    return f"{size_mib:.1f} MiB, {len(runs)} run(s)"
 
 
 def page(data: Any, plotly: str) -> str:

@@ -11,7 +11,7 @@ import stat
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -71,6 +71,24 @@ def reading(checkpoint: Path, file: str, entry: str) -> Iterator[None]:
             f"checkpoint {checkpoint}: {file}: {entry} cannot be restored: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+@contextmanager
+def launcher_waits(activity: str = "checkpoint") -> Iterator[None]:
+    """Keep the launcher from ending this rank because another rank failed."""
+    folder = os.environ.get("STEPWRAP_LAUNCH_DIR")
+    if not folder:
+        yield
+        return
+    marker = Path(folder) / f"saving_{activity}_{own_rank()}"
+    # Without the marker the launcher still waits for some seconds.
+    with suppress(OSError):
+        marker.touch()
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            marker.unlink(missing_ok=True)
 
 
 def own_rank() -> int:

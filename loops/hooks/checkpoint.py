@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,13 @@ from ...registry import HOOKS
 from ...wrappers.layout import reshard
 from ..checkpoints.background import CheckpointWriter
 from ..checkpoints.checkpoint import list_checkpoints, prune_checkpoints
-from ..checkpoints.files import CheckpointError, make_draft, run_on_all_ranks, save_lock
+from ..checkpoints.files import (
+    CheckpointError,
+    launcher_waits,
+    make_draft,
+    run_on_all_ranks,
+    save_lock,
+)
 from ..checkpoints.save import collect, save_alone
 from ..checkpoints.weights import has_sharded_state
 from ..hook import Hook
@@ -155,7 +160,7 @@ class CheckpointHook(Hook):
         is_ordinary = isinstance(error, Exception)
         harmful = isinstance(error, (NonFiniteError, CheckpointError)) or not is_ordinary
         folder = _folder(state)
-        with _launcher_waits():
+        with launcher_waits():
             if self._writer is not None and is_ordinary:
                 # If a rank is missing, the thread may wait for it.
                 lacks_ranks = isinstance(error, CollectiveError)
@@ -322,24 +327,6 @@ def _timed(state: LoopState) -> Iterator[None]:
         yield
     finally:
         state.phase_s["checkpoint"] += perf_counter() - started_s
-
-
-@contextmanager
-def _launcher_waits() -> Iterator[None]:
-    """Keep the launcher from ending this rank because another rank failed."""
-    folder = os.environ.get("STEPWRAP_LAUNCH_DIR")
-    if not folder:
-        yield
-        return
-    marker = Path(folder) / f"saving_{get_rank()}"
-    # Without the marker the launcher still waits for some seconds.
-    with suppress(OSError):
-        marker.touch()
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            marker.unlink(missing_ok=True)
 
 
 def _folder(state: LoopState) -> Path | None:

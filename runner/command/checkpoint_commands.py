@@ -8,15 +8,16 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...loops import CheckpointError, find_checkpoint
 from ...loops.checkpoints.checkpoint import META, read_meta
 from ...loops.checkpoints.files import find_damage, remove_folders
 from ...registry import did_you_mean
+from ...registry.local_paths import remote_url
 from ..pretrained.contents import (
     Difference,
     Total,
@@ -31,6 +32,9 @@ from ..pretrained.files import OpenedWeights, open_weights
 from ..run_folder import is_in_use, locked_run_dir
 from .command import Options, mistake
 
+if TYPE_CHECKING:
+    from ..remote.examination import RemoteFiles
+
 _KINDS = ("abandoned", "incomplete")
 
 
@@ -38,7 +42,15 @@ _KINDS = ("abandoned", "incomplete")
 
 
 def existing(options: Options, word: str) -> Path:
-    """Return the path; raise, with the nearest name, if it does not exist."""
+    """Return the path; raise, with the nearest name, if it does not exist.
+
+    Of a URL, the path of a copy is returned.
+    """
+    if remote_url(word):
+        # Imported here, because most commands have no URL.
+        from ..remote.copies import local_copy
+
+        return local_copy(word)
     path = Path(word)
     if path.exists():
         return path
@@ -93,6 +105,58 @@ def _checkpoints_folder(options: Options, word: str) -> Path:
 # Listing.
 
 
+class _LocalFiles:
+    """The files of checkpoints on this machine, with the interface of ``RemoteFiles``."""
+
+    name = ""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._run_dir = folder.parent if folder.name == "checkpoints" else folder
+
+    def size(self, file: Path) -> int:
+        return file.stat().st_size
+
+    def damage(self, checkpoint: Path, files: Mapping[str, Any]) -> str:
+        return find_damage(checkpoint, files)
+
+    def num_bytes(self, checkpoint: Path) -> int:
+        total = 0
+        for file in (checkpoint, *checkpoint.glob("*")):
+            # A run may be removing it.
+            with suppress(OSError):
+                total += file.stat().st_size if file.is_file() else 0
+        return total
+
+    def lock_problem(self) -> str:
+        return is_in_use(self._run_dir)
+
+    def locked(self) -> AbstractContextManager[None]:
+        return locked_run_dir(self._run_dir)
+
+    def fetch(self, which: str) -> None:
+        """Do nothing: the files are on this machine."""
+
+    def remove(self, checkpoints: Iterable[Path]) -> None:
+        remove_folders(checkpoints)
+
+
+_Files: TypeAlias = "_LocalFiles | RemoteFiles"
+
+
+def _checkpoint_files(options: Options, word: str) -> _Files:
+    """Return the files of the checkpoints that a word names; raise if it has none."""
+    if not remote_url(word):
+        return _LocalFiles(_checkpoints_folder(options, word))
+    from ..remote.examination import RemoteFiles
+    from ..remote.stores import RemoteError
+
+    try:
+        return RemoteFiles(word)
+    except RemoteError as error:
+        raise mistake(f"stepwrap {options.command}: {error}") from error
+
+
 @dataclass(frozen=True)
 class _Entry:
     """A checkpoint, a draft or a link in a folder of checkpoints.
@@ -101,11 +165,13 @@ class _Entry:
         path: the checkpoint.
         meta: its description; {} if it has no readable one.
         problem: the damage that was found; "" if there is none.
+        num_bytes: the size of its files; 0 for a link.
     """
 
     path: Path
     meta: Mapping[str, Any]
     problem: str
+    num_bytes: int
 
     @property
     def kind(self) -> str:
@@ -133,56 +199,43 @@ class _Entry:
         """Return whether the run continues from it: it is complete and has a description."""
         return self.kind == "complete" and not self.problem
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the size of its files; 0 for a link."""
-        if self.path.is_symlink():
-            return 0
-        total = 0
-        for file in (self.path, *self.path.glob("*")):
-            # A run may be removing it.
-            with suppress(OSError):
-                total += file.stat().st_size if file.is_file() else 0
-        return total
-
 
 def _is_inner_link(path: Path) -> bool:
     return path.is_symlink() and path.resolve().parent == path.parent.resolve()
 
 
-def _entry(path: Path, *, hashes: bool = False) -> _Entry:
+def _entry(files: _Files, path: Path, *, hashes: bool = False) -> _Entry:
+    num_bytes = 0 if path.is_symlink() else files.num_bytes(path)
+    if path.name.startswith(".") or _is_inner_link(path):
+        return _Entry(path, {}, "", num_bytes)
     try:
         meta = read_meta(path)
     except CheckpointError as error:
         text = str(error).partition(f"{path} ")[2].removeprefix("is damaged: ")
-        return _Entry(path, {}, text or str(error))
-    return _Entry(path, meta, "; ".join(_damage(path, meta["files"], hashes=hashes)))
+        return _Entry(path, {}, text or str(error), num_bytes)
+    return _Entry(path, meta, "; ".join(_damage(files, path, meta, hashes=hashes)), num_bytes)
 
 
-def _damage(path: Path, files: Mapping[str, Any], *, hashes: bool) -> Iterator[str]:
+def _damage(files: _Files, path: Path, meta: Mapping[str, Any], *, hashes: bool) -> Iterator[str]:
     """Yield the damage of each file; without ``hashes``, compare only the sizes."""
-    for name, written in files.items():
+    for name, written in meta["files"].items():
         try:
-            size = (path / name).stat().st_size
+            size = files.size(path / name)
         except OSError as error:
             yield f"{name}: {error.strerror}"
             continue
         if size != written["size"]:
             yield f"{name}: {size} bytes instead of {written['size']}"
-        elif hashes and (problem := find_damage(path, {name: written})):
+        elif hashes and (problem := files.damage(path, {name: written})):
             yield problem
 
 
-def _entries(folder: Path, *, hashes: bool = False) -> list[_Entry]:
+def _entries(files: _Files, *, hashes: bool = False) -> list[_Entry]:
     """Return the entries in the order in which they were saved; those without one come last."""
+    folder = files.folder
     paths = {*folder.glob("step_*"), *folder.glob(".draft-*")}
     paths |= {path for kind in _KINDS for path in folder.glob(f"{kind}_step_*")}
-    entries = [
-        _Entry(path, {}, "")
-        if path.name.startswith(".") or _is_inner_link(path)
-        else _entry(path, hashes=hashes)
-        for path in sorted(paths)
-    ]
+    entries = [_entry(files, path, hashes=hashes) for path in sorted(paths)]
     return sorted(entries, key=lambda entry: entry.meta.get("serial", math.inf))
 
 
@@ -198,8 +251,9 @@ def _marks(entries: Sequence[_Entry]) -> dict[Path, str]:
 
 def run_ls(options: Options) -> int:
     """Print a table of a run's checkpoints."""
-    folder = _checkpoints_folder(options, options.words[0])
-    entries = _entries(folder)
+    files = _checkpoint_files(options, options.words[0])
+    folder = files.folder
+    entries = _entries(files)
     marks = _marks(entries)
     rows = [
         {
@@ -428,14 +482,7 @@ def _finite(value: Any) -> Any:
 
 def run_verify(options: Options) -> int:
     """Check the hashes of one checkpoint or of all of a run; return 1 if one is damaged."""
-    path = existing(options, options.words[0])
-    folder = None if (path / META).exists() else _find_folder(path)
-    if folder is None and not (path.is_dir() and (path / META).exists()):
-        raise mistake(
-            f"stepwrap {options.command}: {path} is not a checkpoint, because it has no {META}, "
-            "and has no folder of checkpoints"
-        )
-    checked = [_entry(path, hashes=True)] if folder is None else _entries(folder, hashes=True)
+    path, checked = _checked(options, options.words[0])
     checked = [entry for entry in checked if entry.kind not in ("draft", "link")]
     damaged = [entry for entry in checked if entry.problem]
     if options.json:
@@ -455,6 +502,25 @@ def run_verify(options: Options) -> int:
     return int(bool(damaged))
 
 
+def _checked(options: Options, word: str) -> tuple[str | Path, list[_Entry]]:
+    """Check the hashes of the files at a path or URL, and return the path and the entries."""
+    if remote_url(word):
+        remote = _checkpoint_files(options, word)
+        if remote.name:
+            return word, [_entry(remote, remote.folder / remote.name, hashes=True)]
+        return word, _entries(remote, hashes=True)
+    path = existing(options, word)
+    if (path / META).exists():
+        return path, [_entry(_LocalFiles(path.parent), path, hashes=True)]
+    folder = _find_folder(path)
+    if folder is None:
+        raise mistake(
+            f"stepwrap {options.command}: {path} is not a checkpoint, because it has no {META}, "
+            "and has no folder of checkpoints"
+        )
+    return path, _entries(_LocalFiles(folder), hashes=True)
+
+
 # Removal.
 
 
@@ -465,22 +531,20 @@ def run_prune(options: Options) -> int:
             f"stepwrap {options.command}: a rule is required: --keep-last N, --keep-best or --keep "
             "PATTERN"
         )
-    folder = _checkpoints_folder(options, options.words[0])
-    run_dir = folder.parent if folder.name == "checkpoints" else folder
-    if in_use := is_in_use(run_dir):
+    files = _checkpoint_files(options, options.words[0])
+    if in_use := files.lock_problem():
         raise mistake(f"stepwrap {options.command}: {in_use.partition(';')[0]}; wait until it ends")
     try:
         # No run may start in the folder between the decision and the removal.
-        with locked_run_dir(run_dir) if options.yes else nullcontext():
-            entries = _entries(folder)
-            reasons = _reasons(options, entries, folder)
+        with files.locked() if options.yes else nullcontext():
+            entries = _entries(files)
+            reasons = _reasons(options, entries, files)
             removed = [entry for entry in entries if not reasons[entry.path]]
-            sizes = {entry.path: entry.num_bytes for entry in entries}
             if options.yes:
-                remove_folders(entry.path for entry in removed)
+                files.remove(entry.path for entry in removed)
     except BlockingIOError as error:
         raise mistake(f"stepwrap {options.command}: {error}; wait until it ends") from error
-    freed = sum(sizes[entry.path] for entry in removed)
+    freed = sum(entry.num_bytes for entry in removed)
     if options.json:
         reason_texts = {path.name: reason for path, reason in reasons.items() if reason}
         names = [entry.path.name for entry in removed]
@@ -489,13 +553,13 @@ def run_prune(options: Options) -> int:
             "kept": reason_texts,
             "bytes": freed,
         }
-        print_json({"folder": str(folder), **done})
+        print_json({"folder": str(files.folder), **done})
         return 0
     rows = (
         [
             entry.path.name,
             entry.meta.get("step"),
-            size_text(sizes[entry.path]),
+            size_text(entry.num_bytes),
             f"keep: {reasons[entry.path]}" if reasons[entry.path] else "remove",
             "" if entry.kind == "complete" and not entry.problem else entry.state,
         ]
@@ -507,13 +571,16 @@ def run_prune(options: Options) -> int:
     return 0
 
 
-def _reasons(options: Options, entries: Sequence[_Entry], folder: Path) -> dict[Path, str]:
+def _reasons(options: Options, entries: Sequence[_Entry], files: _Files) -> dict[Path, str]:
     """Return why each checkpoint is kept; "" if it is removed."""
+    folder = files.folder
     reasons: dict[Path, list[str]] = {entry.path: _rules(options, entry) for entry in entries}
     regular = [entry.path for entry in entries if entry.is_regular]
     for path in regular[-options.keep_last :] if options.keep_last else ():
         reasons[path].append(f"one of the last {options.keep_last}")
     # These read whole files: a checkpoint that the run cannot load protects nothing.
+    files.fetch("latest")
+    files.fetch("best")
     latest, best = find_checkpoint(folder, "latest"), find_checkpoint(folder, "best")
     if latest is not None and not options.unprotected:
         reasons[latest].append("latest")
@@ -523,17 +590,17 @@ def _reasons(options: Options, entries: Sequence[_Entry], folder: Path) -> dict[
         if (target := folder / link.resolve().name) in reasons:
             reasons[target].append(f"{link.name} links to it")
     if latest is None or not reasons[latest]:
-        _keep_one(entries, reasons)
+        _keep_one(entries, reasons, files)
     return {path: ", ".join(texts) for path, texts in reasons.items()}
 
 
-def _keep_one(entries: Sequence[_Entry], reasons: Mapping[Path, list[str]]) -> None:
+def _keep_one(entries: Sequence[_Entry], reasons: Mapping[Path, list[str]], files: _Files) -> None:
     """Keep an undamaged checkpoint if the rules keep none from which a run continues."""
     saved = [entry for entry in reversed(entries) if entry.meta]
     # Prefer complete checkpoints to abandoned and incomplete ones, and those that are kept.
     saved.sort(key=lambda entry: (not entry.is_regular, not reasons[entry.path]))
     for entry in saved:
-        if not find_damage(entry.path, entry.meta["files"]):
+        if not files.damage(entry.path, entry.meta["files"]):
             reasons[entry.path].append("no other undamaged one would be left")
             return
 

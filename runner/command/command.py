@@ -12,9 +12,11 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 from click.shell_completion import CompletionItem
@@ -29,7 +31,7 @@ from ...registry import (
     load_config,
     nearest,
 )
-from ...registry.local_paths import url_problem
+from ...registry.local_paths import local_path, remote_url, url_problem
 from ...registry.text.files import shipped_configs
 from ..failure import OversubscribedError, require_cores
 
@@ -68,7 +70,12 @@ class Command(click.Command):
         section: None if the command has no config, or reads its config itself. Otherwise the config
             is the first positional argument, and this is the section that it must have, or "" if
             any config will do.
+
+    Attributes:
+        takes_urls: whether the positional arguments may be URLs.
     """
+
+    takes_urls: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -104,6 +111,8 @@ class Command(click.Command):
     def _run(self, **params: Any) -> int:
         options = Options(command=self.name, **{**params, "words": list(params["words"])})
         _split_optional_values(options)
+        if self.takes_urls:
+            options.words = [_strip_file_scheme(word) for word in options.words]
         self._check_words(options.words)
         if self._section is None:
             return int(resolve_name(self._body)(options))
@@ -135,7 +144,7 @@ class Command(click.Command):
         elif self._most is not None and len(words) > self._most:
             problem = f"unexpected argument {words[self._most]!r}"
         for word in words:
-            if remote := url_problem(word):
+            if not self.takes_urls and (remote := url_problem(word)):
                 raise mistake(f"stepwrap {self.name}: {self._usage.split()[0]} {remote}")
         if problem:
             usage = f"stepwrap {self.name} {self._usage}"
@@ -147,6 +156,11 @@ class Command(click.Command):
         Mistakes that can be found without importing any class are raised here, before the slow
         import of torch.
         """
+        if remote_url(options.words[0]):
+            # Imported here, because most commands have no URL.
+            from ..remote.configs import fetch_config
+
+            options.words[:1] = fetch_config(options.words[0])
         source, overrides = self.source(options)
         given = vars(options)
         for key in _SETTINGS:
@@ -176,6 +190,12 @@ class Command(click.Command):
         if problems:
             raise ConfigError(problems)
         return examined
+
+
+class UrlCommand(Command):
+    """A command whose positional arguments may be URLs of runs, checkpoints or files."""
+
+    takes_urls = True
 
 
 class Subcommands(click.Group):
@@ -229,9 +249,9 @@ def _split_optional_values(options: Options) -> None:
         value = vars(options).get(name)
         if not isinstance(value, str) or not value:
             continue
-        if remote := url_problem(value):
-            raise mistake(f"stepwrap {options.command}: --{name} {remote}")
-        if "=" in value and not os.path.isdir(value):
+        is_path = os.path.isdir(value) or bool(remote_url(value))
+        setattr(options, name, _strip_file_scheme(value))
+        if "=" in value and not is_path:
             options.words.append(value)
             setattr(options, name, True)
         elif not options.words or "=" in options.words[0]:
@@ -239,13 +259,46 @@ def _split_optional_values(options: Options) -> None:
             setattr(options, name, True)
 
 
+@contextmanager
+def output(options: Options, *, replace: bool = False) -> Iterator[Path]:
+    """Yield the path of the new file ``--out``; for a URL, it is uploaded at the end of the block.
+
+    Args:
+        options: the command line.
+        replace: whether a remote file may be replaced.
+    """
+    if not remote_url(options.out):
+        yield Path(options.out)
+        return
+    # Imported here, because most commands have no URL.
+    from ..remote.outputs import uploaded
+    from ..remote.stores import RemoteError
+
+    with ExitStack() as stack:
+        try:
+            path = stack.enter_context(uploaded(options.out, replace=replace))
+        except (FileExistsError, RemoteError) as error:
+            raise mistake(f"stepwrap {options.command}: --out: {error}") from error
+        yield path
+
+
 def path_name(text: str) -> str:
     """Return an option's value; raise if it is the next option, or a URL."""
-    if text.startswith("-"):
-        raise click.BadParameter(f"requires a path, got the option {text}")
     if problem := url_problem(text):
         raise click.BadParameter(problem)
-    return text
+    return path_or_url(text)
+
+
+def path_or_url(text: str) -> str:
+    """Return an option's value; raise if it is the next option."""
+    if text.startswith("-"):
+        raise click.BadParameter(f"requires a path, got the option {text}")
+    return _strip_file_scheme(text)
+
+
+def _strip_file_scheme(text: str) -> str:
+    """Return the path of a ``file://`` URL; return any other text unchanged."""
+    return str(local_path(text)) if re.match("file:/", text, re.IGNORECASE) else text
 
 
 def positive(text: str) -> int:
@@ -322,7 +375,7 @@ OVERSUBSCRIBE = click.Option(
     help="start more processes than cores and memory allow (launch.oversubscribe)",
 )
 RUN_DIR = click.Option(
-    ["--run-dir"], type=path_name, metavar="DIR", help="the run's folder (run_dir)"
+    ["--run-dir"], type=path_or_url, metavar="DIR", help="the run's folder or its URL (run_dir)"
 )
 DEVICE = click.Option(
     ["--device"], type=click.Choice(["auto", "cpu", "cuda", "xpu", "mps"]), help="where to compute"

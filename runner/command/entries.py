@@ -27,10 +27,12 @@ from .command import (
     Command,
     Options,
     Subcommands,
+    UrlCommand,
     above_zero,
     flag,
     mistake,
     path_name,
+    path_or_url,
     positive,
 )
 
@@ -43,7 +45,7 @@ _WEIGHTS = f"{__package__}.weight_commands"
 _PREDICTING = (NPROC, OVERSUBSCRIBE, RUN_DIR, DEVICE)
 _RUNNING = (*_PREDICTING, DRY_RUN)
 
-train = Command(
+train = UrlCommand(
     "train",
     f"{_RUNS}:run_train",
     "train and validate, then test if data.test is set",
@@ -51,7 +53,7 @@ train = Command(
     usage=f"{RUN} [options]",
     section="train",
 )
-validate = Command(
+validate = UrlCommand(
     "validate",
     f"{_RUNS}:run_validate",
     "evaluate a checkpoint on data.val",
@@ -59,7 +61,7 @@ validate = Command(
     usage=f"{RUN} [options]",
     section="data.val",
 )
-test = Command(
+test = UrlCommand(
     "test",
     f"{_RUNS}:run_validate",
     "evaluate a checkpoint on data.test",
@@ -71,6 +73,8 @@ test = Command(
 
 class _PredictCommand(Command):
     """A command that can read other data instead of the test data."""
+
+    takes_urls = True
 
     def source(self, options: Options) -> tuple[str, list[str]]:
         """Return the config and its overrides, with the section of ``--data`` as ``data.test``."""
@@ -134,7 +138,7 @@ predict = _PredictCommand(
     (
         click.Option(
             ["--out"],
-            type=path_name,
+            type=path_or_url,
             required=True,
             metavar="FILE",
             help="the new file: .jsonl, .parquet or .npz",
@@ -151,7 +155,7 @@ predict = _PredictCommand(
     usage=f"{RUN} --out FILE [options]",
     section="data.test",
 )
-export = Command(
+export = UrlCommand(
     "export",
     f"{_MODELS}:run_export",
     "write the trained model to a file for other programs",
@@ -163,7 +167,7 @@ export = Command(
         ),
         click.Option(
             ["--out"],
-            type=path_name,
+            type=path_or_url,
             metavar="FILE",
             help="the new file; default: model.FORMAT, or peft, in the run's folder",
         ),
@@ -375,7 +379,7 @@ _EVALUATED = flag("evaluated", "take the weights that evaluations used, such as 
 _FORCE = flag("force", "replace the file --out if it exists")
 _OUT = click.Option(
     ["--out"],
-    type=path_name,
+    type=path_or_url,
     required=True,
     metavar="FILE",
     help="the new file: .safetensors, or .pt, .pth, .bin or .ckpt for torch.load",
@@ -384,7 +388,7 @@ checkpoint = Subcommands(
     "checkpoint",
     "list, compare, average, convert or remove checkpoints",
     (
-        Command(
+        UrlCommand(
             "checkpoint ls",
             f"{_CHECKPOINTS}:run_ls",
             "list the checkpoints of a run",
@@ -392,7 +396,7 @@ checkpoint = Subcommands(
             usage="RUN [--json]",
             most=1,
         ),
-        Command(
+        UrlCommand(
             "checkpoint inspect",
             f"{_CHECKPOINTS}:run_inspect",
             "print the weights and the other contents of a checkpoint, or of a file of weights",
@@ -409,7 +413,7 @@ checkpoint = Subcommands(
             usage="PATH [options]",
             most=1,
         ),
-        Command(
+        UrlCommand(
             "checkpoint diff",
             f"{_CHECKPOINTS}:run_diff",
             "print the weights and states that differ; exit with 1 if any do",
@@ -418,7 +422,7 @@ checkpoint = Subcommands(
             least=2,
             most=2,
         ),
-        Command(
+        UrlCommand(
             "checkpoint verify",
             f"{_CHECKPOINTS}:run_verify",
             "check the hashes of a checkpoint, or of all checkpoints of a run",
@@ -426,7 +430,7 @@ checkpoint = Subcommands(
             usage="PATH [--json]",
             most=1,
         ),
-        Command(
+        UrlCommand(
             "checkpoint prune",
             f"{_CHECKPOINTS}:run_prune",
             "list the checkpoints that no rule keeps; with --yes, remove them",
@@ -451,14 +455,14 @@ checkpoint = Subcommands(
             usage="RUN --keep-last N [options]",
             most=1,
         ),
-        Command(
+        UrlCommand(
             "checkpoint average",
             f"{_WEIGHTS}:run_average",
             "average the weights of checkpoints or files",
             (
                 click.Option(
                     ["--out"],
-                    type=path_name,
+                    type=path_or_url,
                     required=True,
                     metavar="FILE",
                     help="the new file, which ends in .safetensors, or a new folder",
@@ -469,7 +473,7 @@ checkpoint = Subcommands(
             usage="A B ... --out FILE|FOLDER [options]",
             least=2,
         ),
-        Command(
+        UrlCommand(
             "checkpoint convert",
             f"{_WEIGHTS}:run_convert",
             "write the weights of a checkpoint, or of another program's file, to a file",
@@ -490,7 +494,7 @@ checkpoint = Subcommands(
             usage="PATH --out FILE [options]",
             most=1,
         ),
-        Command(
+        UrlCommand(
             "checkpoint consolidate",
             f"{_WEIGHTS}:run_consolidate",
             "write a divided or sharded model to one file",

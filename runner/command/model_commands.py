@@ -23,7 +23,7 @@ from ..parts import Parts, example_batch, rehearse
 from ..pretrained.build import build_user_model
 from ..pretrained.load import add_configured, build_base, load_run_model
 from ..sections import read_sections
-from .command import Options, mistake
+from .command import Options, mistake, output
 
 _MAX_WIDTH = 100
 
@@ -179,7 +179,13 @@ def run_export(examined: Examination, options: Options) -> int:
     if options.to is None and options.out is None:
         raise mistake(f"stepwrap export: --to ({', '.join(FORMATS)}) or --out is required")
     name = "peft" if options.to == "peft" else f"model.{options.to}"
-    path = Path(options.out or Path(run.run_dir, name))
+    options.out = options.out or f"{run.run_dir}/{name}"
+    with output(options) as path:
+        _write_export(examined.config, run, path, options)
+    return 0
+
+
+def _write_export(config: Config, run: RunSections, path: Path, options: Options) -> None:
     try:
         if options.to not in (None, "peft", path.suffix.removeprefix(".")):
             raise ValueError(f"--to {options.to} and the suffix of {path.name} differ")
@@ -189,20 +195,19 @@ def run_export(examined: Examination, options: Options) -> int:
     except (ValueError, FileExistsError, ImportError) as error:
         raise mistake(f"stepwrap export: {error}") from error
     try:
-        export = _export(examined.config, run, path, options=options)
+        export = _export(config, run, path, options=options)
     except ExportError as error:
         raise mistake(f"stepwrap export: {error}") from error
     files = [path] if path.is_file() else [*path.iterdir()]
-    print(f"exported: {path} ({sum(file.stat().st_size for file in files) / 1e6:.2f} MB)")
+    print(f"exported: {options.out} ({sum(file.stat().st_size for file in files) / 1e6:.2f} MB)")
     for name, shape in export.inputs.items():
         print(f"input: {name} ({', '.join(map(str, shape))})")
     print(f"largest difference from the model: {export.difference:.2g}")
-    return 0
 
 
 def _export(config: Config, run: RunSections, path: Path, *, options: Options) -> Export:
     which = options.checkpoint if isinstance(options.checkpoint, str) else ""
-    model, adapter = load_run_model(Path(run.run_dir), which)
+    model, adapter = load_run_model(run.run_dir, which)
     with as_mistakes_in(config):
         batch = example_batch(run)
         base = build_base(config.to_dict()) if options.to == "peft" else None
@@ -210,7 +215,7 @@ def _export(config: Config, run: RunSections, path: Path, *, options: Options) -
         return export_model(model, path, batch)
     if base is None:
         # Compare with the model as it was trained: a merge may have other outputs.
-        live, _ = load_run_model(Path(run.run_dir), which)
+        live, _ = load_run_model(run.run_dir, which)
         return export_model(adapter.merge(), path, batch, live=live)
     export = export_adapter(adapter, base, path, batch)
     print(f"load it with: peft.PeftModel.from_pretrained({adapter.net or 'model'}, {str(path)!r})")

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 from ...loops import NoteStepHook, find_checkpoint
 from ...registry import Config, RunSections
+from ...registry.local_paths import local_path
 from ..failure import LaunchError
 from ..jobs import Outcome, launch_ranks, next_attempt, train_on_rank
 from ..run_folder import checkpoint_times
@@ -30,7 +31,7 @@ def train_with_restarts(
             same step for the third time, if the config has a mistake, or if the command had been
             asked to stop.
     """
-    max_restarts, folder = run.launch.max_restarts, Path(run.run_dir)
+    max_restarts, folder = run.launch.max_restarts, local_path(run.run_dir)
     before = checkpoint_times(folder)
     train = partial(train_on_rank, config, run, debug=debug)
     failed: Counter[tuple[str, str, int]] = Counter()

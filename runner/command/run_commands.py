@@ -20,6 +20,7 @@ from ...loops import find_checkpoint, list_checkpoints, load_checkpoint
 from ...loops.predictions.files import check_path, remove_leftovers
 from ...primitives.stop_signals import signal_name
 from ...registry import Config, ConfigError, Examination, Problem, RunSections
+from ...registry.local_paths import local_path, remote_url
 from ..failure import Terminated, TrainingFailed
 from ..jobs import (
     Outcome,
@@ -34,7 +35,7 @@ from ..launcher import launched_ranks, started_outside
 from ..rank_processes import raising_stops
 from ..run_folder import checkpoint_times, resolve_checkpoint, saved_checkpoints
 from ..sections import read_sections
-from .command import Options, mistake
+from .command import Options, mistake, output
 from .print_commands import draw_curves, plots_available, read_curves
 from .restarts import train_with_restarts
 
@@ -54,7 +55,7 @@ def run_train(examined: Examination, options: Options) -> int:
         first_step = min(
             int(str(step_text).partition("-")[0]) for step_text in options.without_step
         )
-        resume = _checkpoint_before(first_step, Path(run.run_dir), resume)
+        resume = _checkpoint_before(first_step, run.run_dir, resume)
     if started_outside():
         return _train(config, run, options, resume=resume)
     if options.dry_run:
@@ -62,11 +63,11 @@ def run_train(examined: Examination, options: Options) -> int:
             return _train(config, run, options, resume=resume)
     # The ranks check this again. Checking it here reports the problem before any rank is started.
     require_free_run_dir(config, run, resume=resume, fresh=options.fresh)
-    with raising_stops(), _new_folder(config, Path(run.run_dir), options):
+    with raising_stops(), _new_folder(config, local_path(run.run_dir), options):
         return _train(config, run, options, resume=resume)
 
 
-def _checkpoint_before(step: int, run_dir: Path, resume: bool | str | Path) -> bool | Path:
+def _checkpoint_before(step: int, run_dir: str, resume: bool | str | Path) -> bool | str | Path:
     """Return the value of ``resume`` for a run that skips ``step``.
 
     This is the checkpoint that the user named, or the latest one before ``step``; True if there are
@@ -75,18 +76,32 @@ def _checkpoint_before(step: int, run_dir: Path, resume: bool | str | Path) -> b
     Raises:
         ConfigError: every checkpoint, or the named one, already includes ``step``.
     """
+    folder = _find_run(run_dir, "latest" if resume is True else str(resume), before=step)
     if resume is True:
-        path = find_checkpoint(run_dir, before=step)
-        if path is not None or not saved_checkpoints(run_dir):
-            return path or True
+        path = find_checkpoint(folder, before=step)
+        if path is None and not saved_checkpoints(folder):
+            return True
+        if path is not None:
+            # The copy of a remote checkpoint has its name.
+            return path.name if remote_url(run_dir) else path
         message = f"{run_dir} has no earlier checkpoint; --fresh trains from the beginning"
         raise ConfigError([Problem("", f"--without-step {step}: {message}")])
-    source = resolve_checkpoint(run_dir, str(resume), of_other_run="latest")
+    source = resolve_checkpoint(folder, str(resume), of_other_run="latest")
     done = load_checkpoint(source).meta["step"]
     if done >= step:
         message = f"{source} includes this step already; --resume alone finds an earlier checkpoint"
         raise ConfigError([Problem("", f"--without-step {step}: {message}")])
-    return source
+    return str(resume) if remote_url(run_dir) else source
+
+
+def _find_run(run_dir: str, which: str, *, before: int | None = None) -> Path:
+    """Return the run's folder; of a URL, a copy with a checkpoint, as for ``run_copy``."""
+    if not remote_url(run_dir):
+        return local_path(run_dir)
+    # Imported here, because most runs have no URL.
+    from ..remote.copies import run_copy
+
+    return run_copy(run_dir, which, before=before)
 
 
 @contextmanager
@@ -112,7 +127,7 @@ def _new_folder(config: Config, run_dir: Path, options: Options) -> Iterator[Non
 def _train(config: Config, run: RunSections, options: Options, *, resume: bool | str | Path) -> int:
     """Train on all ranks, print the result, and return the exit code."""
     fresh, debug = options.fresh, options.debug
-    with _naming_checkpoints(Path(run.run_dir)), raising_stops():
+    with _naming_checkpoints(run.run_dir), raising_stops():
         if run.launch.max_restarts and not options.dry_run and not started_outside():
             outcomes = train_with_restarts(config, run, resume=resume, fresh=fresh, debug=debug)
         else:
@@ -130,7 +145,7 @@ def _train(config: Config, run: RunSections, options: Options, *, resume: bool |
         # Under torchrun only rank 0 prints.
         return next(iter(outcomes.values())).exit_code
     if outcome.signal:
-        _report_stop(Path(run.run_dir), outcome)
+        _report_stop(run.run_dir, outcome)
         return outcome.exit_code
     columns = outcome.metrics
     if outcome.checkpoint:
@@ -143,7 +158,7 @@ def _train(config: Config, run: RunSections, options: Options, *, resume: bool |
     if options.dry_run:
         print(_DRY_RUN_WORKED)
     else:
-        _report_files(Path(run.run_dir), outcome.best_by)
+        _report_files(run.run_dir, outcome.best_by)
     return 0
 
 
@@ -173,10 +188,15 @@ def run_validate(examined: Examination, options: Options) -> int:
 
 def run_predict(examined: Examination, options: Options) -> int:
     """Write predictions for each sample of the test data, or of `--data`, to a file."""
-    try:
-        check_path(Path(options.out))
-    except (ValueError, FileExistsError, ImportError) as error:
-        raise mistake(f"stepwrap predict: --out: {error}") from error
+    with output(options) as out:
+        try:
+            check_path(out)
+        except (ValueError, FileExistsError, ImportError) as error:
+            raise mistake(f"stepwrap predict: --out: {error}") from error
+        return _predict(examined, options, out)
+
+
+def _predict(examined: Examination, options: Options, out: Path) -> int:
     config, run = examined.config, _read_run(examined)
     try:
         with raising_stops():
@@ -184,7 +204,7 @@ def run_predict(examined: Examination, options: Options) -> int:
                 run,
                 predict_on_rank,
                 *(config, run),
-                out=options.out,
+                out=str(out),
                 checkpoint=None if options.checkpoint is True else options.checkpoint,
                 debug=options.debug,
             )
@@ -195,15 +215,16 @@ def run_predict(examined: Examination, options: Options) -> int:
         return 0
     finally:
         # Ranks that were killed could not remove their unfinished files.
-        remove_leftovers(Path(options.out))
+        remove_leftovers(out)
 
 
 @contextmanager
-def _naming_checkpoints(folder: Path) -> Iterator[None]:
+def _naming_checkpoints(run_dir: str) -> Iterator[None]:
     """Raise an error that names the last checkpoint if training fails or is stopped after a save.
 
     A ``ConfigError`` is raised unchanged.
     """
+    folder = local_path(run_dir)
     # Not `find_checkpoint`: every rank must call it, but a signal may stop only one of them.
     before, set_aside = checkpoint_times(folder), checkpoint_times(folder, "incomplete_")
     try:
@@ -216,7 +237,7 @@ def _naming_checkpoints(folder: Path) -> Iterator[None]:
             raise
         last_saved = next(reversed(saved), None)
         incomplete = next(reversed(aside), None) if aside != set_aside else None
-        raise TrainingFailed(folder / "config.yaml", last_saved, incomplete) from error
+        raise TrainingFailed(_resume_source(run_dir), last_saved, incomplete) from error
     except (KeyboardInterrupt, Terminated) as error:
         number = error.number if isinstance(error, Terminated) else signal.SIGINT
         saved = checkpoint_times(folder)
@@ -231,7 +252,13 @@ def _read_run(examined: Examination) -> RunSections:
     return read_sections(examined, launched_ranks())
 
 
-def _report_stop(folder: Path, outcome: Outcome) -> None:
+def _resume_source(run_dir: str) -> str:
+    """Return what ``stepwrap train`` takes to continue a run."""
+    return remote_url(run_dir) or str(local_path(run_dir) / "config.yaml")
+
+
+def _report_stop(run_dir: str, outcome: Outcome) -> None:
+    folder = local_path(run_dir)
     message = (
         f"stopped by {signal_name(outcome.signal)}: at step {outcome.step} (epoch {outcome.epoch})"
     )
@@ -241,8 +268,8 @@ def _report_stop(folder: Path, outcome: Outcome) -> None:
     else:
         path, meta = saved[0]
         print(f"{message}; saved {path}")
-        _report_evaluated(folder, meta)
-        print(f"continue with: stepwrap train {folder / 'config.yaml'} --resume")
+        _report_evaluated(run_dir, meta)
+        print(f"continue with: stepwrap train {_resume_source(run_dir)} --resume")
 
 
 def _print_metrics(name: str, outcome: Outcome, columns: Mapping[str, Mapping[str, float]]) -> None:
@@ -266,7 +293,8 @@ def _print_metrics(name: str, outcome: Outcome, columns: Mapping[str, Mapping[st
     Console(highlight=False).print(table)
 
 
-def _report_files(folder: Path, best_by: str) -> None:
+def _report_files(run_dir: str, best_by: str) -> None:
+    folder, url = local_path(run_dir), remote_url(run_dir)
     if read_curves(folder):
         hint = "not drawn: pip install 'stepwrap[plots]'"
         print(f"curves: {draw_curves(folder) if plots_available() else hint}")
@@ -279,15 +307,23 @@ def _report_files(folder: Path, best_by: str) -> None:
     if saved:
         path, meta = saved[0]
         print(f"last checkpoint: {path}")
-        _report_evaluated(folder, meta)
+        _report_evaluated(run_dir, meta)
+    if url:
+        print(f"uploaded: {url}")
+        curves = folder / "curves.png"
+        if curves.is_file():
+            # Drawn after the run has ended.
+            from ..remote.stores import Store
+
+            Store(url).upload(curves, curves.name)
 
 
-def _report_evaluated(folder: Path, meta: Mapping[str, Any]) -> None:
+def _report_evaluated(run_dir: str, meta: Mapping[str, Any]) -> None:
     """Print where the evaluated weights are, unless they are the model's own weights."""
     file, *keys = meta.get("evaluated", ["model"])
     if keys:
         where = f"{file} of the checkpoint, under {' / '.join(keys)}"
-        load = f"stepwrap.runner.load_model({str(folder)!r})"
+        load = f"stepwrap.runner.load_model({run_dir!r})"
         print(f"evaluated weights: in {where} (not in model.safetensors); {load} loads the model")
 
 

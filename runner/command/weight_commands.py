@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,7 +21,7 @@ from ..pretrained.contents import is_tensor, read_whole, region
 from ..pretrained.files import OpenedWeights
 from ..rank_processes import raising_stops
 from .checkpoint_commands import existing, opened, size_text
-from .command import Options, mistake
+from .command import Options, mistake, output
 
 _FORMATS = {
     "safetensors": (".safetensors",),
@@ -33,7 +34,12 @@ _STATISTICS = ("running_mean", "running_var")
 
 def run_convert(options: Options) -> int:
     """Write the weights of a checkpoint or a file to a file."""
-    out = _new_file(options)
+    with _new_file(options) as out:
+        _convert(options, out)
+    return 0
+
+
+def _convert(options: Options, out: Path) -> None:
     kind = _format(options, out)
     path = existing(options, options.words[0])
     if options.unsafe and path.is_file() and path.suffix not in (".safetensors", ".json"):
@@ -42,17 +48,16 @@ def run_convert(options: Options) -> int:
         source = _open_for_conversion(options)
         _write(out, kind, source.weights)
     _report(source, out, options)
-    return 0
 
 
 def run_consolidate(options: Options) -> int:
     """Write a divided or sharded model to one file."""
-    out = _new_file(options)
-    kind = _format(options, out)
-    with raising_stops():
-        source = _opened(options, options.words[0])
-        _write(out, kind, source.weights)
-    _report(source, out, options)
+    with _new_file(options) as out:
+        kind = _format(options, out)
+        with raising_stops():
+            source = _opened(options, options.words[0])
+            _write(out, kind, source.weights)
+        _report(source, out, options)
     return 0
 
 
@@ -76,9 +81,15 @@ def _opened(options: Options, word: str, *, unsafe: bool = False) -> OpenedWeigh
     return source
 
 
-def _new_file(options: Options) -> Path:
-    """Return the path of the new file; raise if it exists and is not to be replaced."""
-    out = Path(options.out)
+@contextmanager
+def _new_file(options: Options) -> Iterator[Path]:
+    """Yield the path of the new file; raise if it exists and is not to be replaced."""
+    with output(options, replace=options.force) as out:
+        _require_new(options, out)
+        yield out
+
+
+def _require_new(options: Options, out: Path) -> None:
     if out.is_dir():
         raise mistake(f"stepwrap {options.command}: --out must be a file, and {out} is a folder")
     if out.exists() and not options.force:
@@ -86,7 +97,6 @@ def _new_file(options: Options) -> Path:
             f"stepwrap {options.command}: {out} exists; --force replaces it when the new file is "
             "complete"
         )
-    return out
 
 
 def _format(options: Options, out: Path) -> str:
@@ -141,7 +151,7 @@ def _own_memory(weights: Mapping[str, Any]) -> dict[str, Any]:
 def _report(source: OpenedWeights, out: Path, options: Options) -> None:
     count = sum(map(is_tensor, source.weights.values()))
     print(f"read: {source.path}")
-    print(f"written: {out} ({count:,} tensors, {size_text(out.stat().st_size)})")
+    print(f"written: {options.out} ({count:,} tensors, {size_text(out.stat().st_size)})")
     if source.left_out:
         print(f"left out: {', '.join(source.left_out)}")
     if "ema_state_dict" in source.left_out:
@@ -161,9 +171,14 @@ def _report_evaluated(source: OpenedWeights, options: Options) -> None:
 
 def run_average(options: Options) -> int:
     """Average the weights of checkpoints or files."""
-    out = Path(options.out)
+    with output(options, replace=options.force) as out:
+        _write_average(options, out)
+    return 0
+
+
+def _write_average(options: Options, out: Path) -> None:
     if out.suffix == ".safetensors":
-        _new_file(options)
+        _require_new(options, out)
     elif out.suffix in _FORMATS["torch"] or out.is_file() or (out.exists() and any(out.iterdir())):
         raise mistake(
             f"stepwrap {options.command}: --out must be a file that ends in .safetensors, or a new "
@@ -180,7 +195,8 @@ def run_average(options: Options) -> int:
     for source in sources:
         print(f"read: {source.path}")
     size = sum(file.stat().st_size for file in ([out] if out.is_file() else out.iterdir()))
-    print(f"written: {out} ({sum(map(is_tensor, average.values())):,} tensors, {size_text(size)})")
+    count = sum(map(is_tensor, average.values()))
+    print(f"written: {options.out} ({count:,} tensors, {size_text(size)})")
     if not_averaged:
         print(f"not averaged, taken from {sources[-1].path}: {_some(not_averaged)}")
     stale = [name for name in average if name.rpartition(".")[2] in _STATISTICS]
@@ -192,7 +208,6 @@ def run_average(options: Options) -> int:
             "torch.optim.swa_utils.update_bn"
         )
     _report_evaluated(sources[-1], options)
-    return 0
 
 
 def _check_alike(options: Options, sources: Sequence[OpenedWeights]) -> None:

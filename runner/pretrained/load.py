@@ -25,7 +25,7 @@ from ...registry import (
     load_config,
     model_problems,
 )
-from ...registry.local_paths import require_local
+from ...registry.local_paths import local_path, remote_url
 from ...wrappers.unwrap import user_model
 from ..failure import BuildError, as_mistakes_in, building
 from ..run_folder import resolve_checkpoint
@@ -58,7 +58,7 @@ def load_weights(
         path: a run folder (its best checkpoint) or checkpoint, with the weights that its
             evaluations used; a file with a state dict, read with ``weights_only=True``; a
             ``.safetensors`` file; or a folder with ``model.safetensors``, ``pytorch_model.bin`` or
-            the index of several such files.
+            the index of several such files. It may be a URL (docs/remote.md).
         rename: maps beginnings of names in the file to beginnings of names in the model; the
             longest match is used. In a config this is ``load_from.map``.
         ignore: names, paths of modules or patterns (fnmatch) that are not loaded.
@@ -130,17 +130,22 @@ def add_configured(
 
 
 def load_run_model(
-    folder: Path, which: str | os.PathLike[str] = ""
+    run_dir: str | os.PathLike[str], which: str | os.PathLike[str] = ""
 ) -> tuple[nn.Module, Adapter | None]:
     """Build the model of a run, and load its evaluated weights; every rank must call this.
 
     Args:
-        folder: the run's folder.
+        run_dir: the run's folder, or its URL.
         which: as for ``resolve_checkpoint``.
 
     Raises:
         CheckpointError, ConfigError, FileNotFoundError: as for ``load_model``.
     """
+    folder = local_path(run_dir)
+    if remote_url(run_dir):
+        from ..remote.copies import run_copy
+
+        folder = run_copy(run_dir, which)
     path = resolve_checkpoint(folder, which)
     settings = folder / "config.yaml"
     if not settings.is_file():
@@ -210,8 +215,12 @@ def _load(model: nn.Module, settings: LoadFromSection) -> Fit:
     from .files import together
     from .fit import fit_weights, remedies
 
-    require_local(settings.path, "the weights' path")
-    path = Path(settings.path)
+    path = local_path(settings.path)
+    if url := remote_url(settings.path):
+        # Imported here, because most runs have no URL.
+        from ..remote.copies import local_copy
+
+        path = local_copy(url)
     saved = _read(path)
     fit = fit_weights(saved, model, settings)
     kind = type(user_model(model)).__name__

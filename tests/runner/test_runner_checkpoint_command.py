@@ -621,10 +621,6 @@ def test_consolidate_divided_and_sharded_models(
         (["ls", "rum"], "checkpoint ls: rum does not exist; did you mean run?"),
         (["ls", "x/y"], "checkpoint ls: x/y does not exist, nor does the folder x"),
         (["ls", checkpoint_path(8)], "is a checkpoint, and the run's folder is required"),
-        (
-            ["ls", "s3://bucket/run"],
-            "checkpoint ls: RUN must be a path on this machine, got the URL",
-        ),
         (["prune", "note.txt", "--keep-best"], "note.txt is neither a run's folder nor"),
         (["prune", "run"], "a rule is required: --keep-last N, --keep-best or --keep PATTERN"),
         (
