@@ -29,6 +29,7 @@ from .loggers.logger import LoggerHook
 from .loggers.mlflow import MLflowHook
 from .loggers.run_info import RunInfoHook
 from .loggers.tensorboard import TensorBoardHook
+from .loggers.trackio import TrackioHook
 from .loggers.wandb import WandbHook
 from .metrics.evaluation import ProcessMetric
 from .metrics.inputs import MetricInputs
@@ -87,6 +88,7 @@ __all__ = [
     "TextCollator",
     "ThroughputHook",
     "TimeLimitHook",
+    "TrackioHook",
     "ValLoop",
     "WandbHook",
     "build_loader",

@@ -26,6 +26,7 @@ HOOK_TYPES = {
     "tensorboard": "TensorBoardHook",
     "wandb": "WandbHook",
     "mlflow": "MLflowHook",
+    "trackio": "TrackioHook",
     "ledger": "LedgerHook",
     "run_info": "RunInfoHook",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from stepwrap.loops import (
     LoopState,
     MLflowHook,
     TensorBoardHook,
+    TrackioHook,
     WandbHook,
 )
 from stepwrap.registry import ConfigError, check_config, config_from_dict, load_config
@@ -242,13 +244,48 @@ def test_wandb_offline_has_settings_scalars_and_media(tmp_path: Path) -> None:
     assert (folder / "wandb_id.txt").read_text().strip() == number
 
 
+def _log_to_trackio(folder: Path) -> list[Any]:
+    """Return the configs and records of the runs in Trackio's database."""
+    # Read when trackio is imported.
+    os.environ["TRACKIO_DIR"] = str(folder / "database")
+    run_dir = folder / "digits"
+    train(state_in(run_dir), [TrackioHook(project="p"), Shows()], epochs=1)
+    train(resume_at_4(run_dir), [TrackioHook(project="p")])
+    first = (run_dir / "trackio_id.txt").read_text().strip()
+    # A run that starts from the beginning is another run.
+    train(state_in(run_dir), [TrackioHook(project="p")], epochs=1)
+    second = (run_dir / "trackio_id.txt").read_text().strip()
+    from trackio import SQLiteStorage
+
+    names = SQLiteStorage.get_runs("p")
+    assert sorted(names) == sorted([first, second])
+    return [SQLiteStorage.get_run_config("p", first), SQLiteStorage.get_logs("p", first)]
+
+
+@pytest.mark.slow
+def test_trackio_has_settings_scalars_and_media(tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    ((settings, records),) = run_ranks(_log_to_trackio, 1, tmp_path, init=False)
+    assert settings.items() >= FLAT.items()
+    steps = {name: [r["step"] for r in records if name in r] for r in records for name in r}
+    assert steps["train/loss"] == [2, 4, 6, 8]
+    assert steps["val/error"][-1] == 8
+    assert {name: steps[name] for name in ("inputs/first", "curve", "note")} == {
+        "inputs/first": [4],
+        "curve": [4],
+        "note": [4],
+    }
+
+
 def test_an_unknown_mode_of_wandb() -> None:
     pytest.importorskip("wandb")
     with pytest.raises(ValueError, match="mode .*online, offline or disabled, got 'off'"):
         WandbHook(mode="off")
 
 
-@pytest.mark.parametrize(("hook", "name"), [(WandbHook, "wandb"), (MLflowHook, "mlflow")])
+@pytest.mark.parametrize(
+    ("hook", "name"), [(WandbHook, "wandb"), (MLflowHook, "mlflow"), (TrackioHook, "trackio")]
+)
 def test_a_missing_package_is_reported_with_its_extra_when_the_config_is_checked(
     monkeypatch: pytest.MonkeyPatch, hook: Any, name: str
 ) -> None:

@@ -17,8 +17,8 @@ HEAVY_IN_TORCH = (
     *("torch.testing", "torch.utils.tensorboard"),
 )
 
-# 346 when this was written; a third of them belong to OmegaConf and PyYAML.
-MOST_MODULES = 350
+# 352 when this was written; a third of them belong to OmegaConf and PyYAML.
+MOST_MODULES = 355
 
 PARTS = """
 import json, os, sys

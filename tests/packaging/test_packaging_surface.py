@@ -33,7 +33,8 @@ DOORS = {
         NonFiniteError NoteStepHook Phase PolyLR PredictionHook ProfileHook ProcessMetric
         ProgressHook RunInfoHook ScheduleWindow SchedulerHook ShardedBatchSampler SpikeError
         SWAHook SpikeGuardHook Stateful StepBlocksHook SystemHook
-        TensorBoardHook TestLoop TextCollator ThroughputHook TimeLimitHook ValLoop WandbHook
+        TensorBoardHook TestLoop TextCollator ThroughputHook TimeLimitHook TrackioHook
+        ValLoop WandbHook
         build_loader find_checkpoint keep_lists
         list_checkpoints load_checkpoint mix_seed prefetch_to_device prune_checkpoints save_alone
         save_checkpoint seed_rng
