@@ -21,6 +21,7 @@ from ...registry.local_paths import remote_url
 from ..pretrained.contents import (
     Difference,
     Total,
+    by_parameter,
     differences,
     is_tensor,
     leaves,
@@ -447,7 +448,9 @@ def run_diff(options: Options) -> int:
                 continue
             if all(stem in checkpoint.stems for checkpoint in checkpoints):
                 compared.append(stem)
-                contents = (checkpoint.read(stem, by_parts=True) for checkpoint in checkpoints)
+                contents = [checkpoint.read(stem, by_parts=True) for checkpoint in checkpoints]
+                if stem == "optim":
+                    contents = [*map(by_parameter, contents)]
                 rows += differences(stem, *contents)
             else:
                 rows.append(

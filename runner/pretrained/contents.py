@@ -33,6 +33,30 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
+def by_parameter(optim: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of optimizers with states under the names of their parameters.
+
+    The numbers of the parameters, which depend on the order of the model, are left out. States
+    without names, as in files of earlier releases, are unchanged.
+    """
+    groups = optim.get("param_groups")
+    if not isinstance(groups, list):
+        return {
+            name: by_parameter(entry) if isinstance(entry, Mapping) else entry
+            for name, entry in optim.items()
+        }
+    names: dict[int, str] = {}
+    renamed: list[dict[str, Any]] = []
+    for group in groups:
+        if "param_names" not in group:
+            return dict(optim)
+        names |= zip(group["params"], group["param_names"], strict=True)
+        settings = {key: value for key, value in group.items() if key != "params"}
+        renamed.append({**settings, "param_names": sorted(group["param_names"])})
+    states = {names.get(number, number): state for number, state in optim["state"].items()}
+    return {**optim, "state": states, "param_groups": renamed}
+
+
 def is_tensor(value: Any) -> bool:
     """Return whether a value is a tensor, which may not be read yet."""
     return isinstance(value, (Tensor, SavedTensor))

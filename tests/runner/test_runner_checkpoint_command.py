@@ -282,12 +282,36 @@ def test_diff_compares_all_contents(folder: Path, capsys: Capture) -> None:
         relative = (change.norm() / a[name].double().norm()).item()
         assert row["relative"] == pytest.approx(relative, rel=1e-12)
     assert rows["state", "counters.step"]["text"] == "8 -> 90"
-    assert ("optim", "state.0.momentum_buffer") in rows
+    assert ("optim", "state.net.low.weight.momentum_buffer") in rows
     assert ("optim", "param_groups.0.lr") not in rows
     selected = as_json(
         capsys, "diff", checkpoint_path(8), checkpoint_path(90), "--weights", "net.low.*", code=1
     )
     assert {row["name"] for row in selected["differences"]} == {"net.low.weight", "net.low.bias"}
+
+
+def _ordered_checkpoint(folder: str, names: str) -> Path:
+    """Save a model with layers in an order, after an update, and return the checkpoint."""
+    layers = {name: nn.Linear(2, 2) for name in names}
+    for number, name in enumerate(sorted(layers)):
+        for param in layers[name].parameters():
+            param.data.fill_(number)
+            param.grad = torch.full_like(param, number + 1)
+    model = nn.ModuleDict(layers)
+    optimizer = torch.optim.Adam(model.named_parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.manual_seed(0)
+    return save_checkpoint(folder, LoopState(SingleDevice(model), OptimWrapper(optimizer)))
+
+
+def test_diff_pairs_the_states_of_optimizers_by_parameter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = [_ordered_checkpoint(folder, names) for folder, names in (("a", "xyz"), ("b", "zyx"))]
+    call("diff", *paths)
+    assert "optim: equal" in capsys.readouterr().out
 
 
 def test_diff_of_files(folder: Path, capsys: Capture) -> None:
