@@ -19,10 +19,20 @@ from .hooks.early_stop import EarlyStopHook, TimeLimitHook
 from .hooks.ema import EMAHook, SWAHook
 from .hooks.freeze import FreezeHook
 from .hooks.monitors import GradNormHook, ThroughputHook
+from .hooks.named_schedules import (
+    ConstantRate,
+    CosineDecay,
+    InverseSqrtDecay,
+    LinearDecay,
+    PolyLR,
+    RunSchedule,
+    Warmup,
+    WarmupStableDecay,
+)
 from .hooks.nan_guard import NanGuardHook, NonFiniteError
 from .hooks.profile import ProfileHook, SystemHook
 from .hooks.progress import NoteStepHook, ProgressHook
-from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
+from .hooks.scheduler import SchedulerHook, ScheduleWindow
 from .hooks.step_blocks import StepBlocksHook
 from .loggers.files import LogHook
 from .loggers.logger import LoggerHook
@@ -48,6 +58,8 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointHook",
+    "ConstantRate",
+    "CosineDecay",
     "EMAHook",
     "EarlyStopHook",
     "EpochTrainLoop",
@@ -56,7 +68,9 @@ __all__ = [
     "GradNormHook",
     "Hook",
     "HookList",
+    "InverseSqrtDecay",
     "IterTrainLoop",
+    "LinearDecay",
     "LogHook",
     "LoggerHook",
     "LoopState",
@@ -74,6 +88,7 @@ __all__ = [
     "ProfileHook",
     "ProgressHook",
     "RunInfoHook",
+    "RunSchedule",
     "SWAHook",
     "ScheduleWindow",
     "SchedulerHook",
@@ -91,6 +106,8 @@ __all__ = [
     "TrackioHook",
     "ValLoop",
     "WandbHook",
+    "Warmup",
+    "WarmupStableDecay",
     "build_loader",
     "find_checkpoint",
     "keep_lists",

@@ -56,7 +56,8 @@ _LAUNCH_SETTINGS = ("run_dir", "resume", "launch", "import_from")
 # Settings of optimizers and schedules that are not part of their state.
 _NOT_IN_STATE = (
     *("type", "fused", "foreach", "capturable", "differentiable", "by", "metric"),
-    *("lr_lambda", "period", "warmup_steps"),
+    *("lr_lambda", "period", "warmup_steps", "warmup", "total", "decay", "shape", "end"),
+    "timescale",
 )
 
 

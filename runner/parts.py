@@ -18,17 +18,22 @@ from ..collectives import get_rank, get_world_size
 from ..loops import (
     CheckpointHook,
     EarlyStopHook,
+    EpochTrainLoop,
     EvalSets,
     FreezeHook,
     Hook,
+    IterTrainLoop,
+    LoopState,
     MetricInputs,
     SchedulerHook,
     ScheduleWindow,
+    Warmup,
     build_loader,
     seed_rng,
 )
-from ..loops.data.loaders import FirstBatches
+from ..loops.data.loaders import FirstBatches, get_length
 from ..loops.data.tensors import can_pin_memory
+from ..loops.hooks.named_schedules import UnknownLengthError
 from ..loops.metrics.directions import find_directions
 from ..loops.rng import preserved_rng
 from ..registry import (
@@ -66,9 +71,10 @@ from ..wrappers.optimizers.param_groups import (
     divide_parameters,
     named_parameters,
 )
-from .failure import BuildErrors, building
+from .failure import BuildError, BuildErrors, building
 from .launcher import single_process_group
 from .rank_layout import build_model, data_ranks, device_of_rank, needs_group
+from .sections import divide_scheduler, scheduler_key
 
 ALL = frozenset({"train", "val", "test"})
 _LOADER_OPTIONS = (
@@ -153,10 +159,12 @@ def build_parts(
         if model is not None:
             with errors.collect("optimizer"):
                 optim_wrapper, optimizers = _build_optimizers(run, model)
-                hooks = {**_freeze_hook(run), **_scheduler_hook(run, optimizers), **hooks}
+                hooks = {**_freeze_hook(run), **scheduler_hook(run, optimizers), **hooks}
         _check_watched(hooks, val_loop, errors=errors)
         with errors.collect("train"):
             train_loop = _build_training(run, val_loop, share=share)
+        with errors.collect("schedulers"):
+            _set_lengths(run, hooks.get("schedulers"), train_loop, optim_wrapper)
     elif model is not None:
         with errors.collect("optim_wrapper"):
             precision, loss_weight = _evaluation_settings(run, model)
@@ -439,23 +447,53 @@ def _build_optimizer(
     return built
 
 
-def _scheduler_hook(run: RunSections, optimizers: Mapping[str, Optimizer]) -> dict[str, Hook]:
-    def build(section: SchedulerSection) -> Any:
+def scheduler_hook(run: RunSections, optimizers: Mapping[str, Optimizer]) -> dict[str, Hook]:
+    """Return the hook of a run's schedulers by its name; empty if there are none.
+
+    Args:
+        run: the checked settings.
+        optimizers: the optimizers by name ("" for a single one).
+    """
+
+    def build(section: SchedulerSection, settings: Mapping[str, Any]) -> Any:
         def make(optimizer: Optimizer) -> Any:
-            return build_tree(section.scheduler, PARAM_SCHEDULERS, {"optimizer": optimizer})
+            return build_tree(settings, PARAM_SCHEDULERS, {"optimizer": optimizer})
 
         optimizer = optimizers[section.optimizer or ""]
         if not section.after and section.until is None:
             return make(optimizer)
         return ScheduleWindow(optimizer, make, after=section.after, until=section.until)
 
-    pairs = []
-    for at, scheduler in enumerate(run.schedulers):
-        with building(f"schedulers.{at}" if len(run.schedulers) > 1 else "schedulers"):
-            pairs.append((build(scheduler), scheduler.by))
+    pairs, lengths = [], {}
+    for at, section in enumerate(run.schedulers):
+        with building(scheduler_key(run, at)):
+            settings, by, warmup = divide_scheduler(section)
+            pairs.append((build(section, settings), by))
+            if warmup is not None:
+                lengths[section.optimizer or ""] = warmup
+    # After all schedulers, which read the rates when they are created.
+    warmups = [Warmup(optimizers[name], length) for name, length in lengths.items()]
     watched = next((scheduler.metric for scheduler in run.schedulers if scheduler.metric), None)
     named = optimizers if "" not in optimizers else None
-    return {"schedulers": SchedulerHook(pairs, metric=watched, optimizers=named)} if pairs else {}
+    hook = SchedulerHook(pairs, metric=watched, optimizers=named, warmups=warmups)
+    return {"schedulers": hook} if pairs else {}
+
+
+def plan_run(loop: EpochTrainLoop | IterTrainLoop, optim_wrapper: Any) -> LoopState:
+    """Return a state that has the length of a training, as far as it is known before the start."""
+    state = LoopState(nn.Module(), optim_wrapper, dataloader=loop.dataloader)
+    loop.budget.plan(state, get_length(loop.dataloader))
+    return state
+
+
+def _set_lengths(run: RunSections, hook: Any, loop: Any, optim_wrapper: Any) -> None:
+    """Tell the schedules the length of the training, or raise BuildError if it is needed."""
+    if not isinstance(hook, SchedulerHook) or not isinstance(loop, EpochTrainLoop | IterTrainLoop):
+        return
+    try:
+        hook.set_lengths(plan_run(loop, optim_wrapper))
+    except UnknownLengthError as error:
+        raise BuildError(scheduler_key(run, error.position), error) from error
 
 
 def _build_training(run: RunSections, val_loop: Any, *, share: _DataShare) -> Any:

@@ -8,16 +8,22 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.optim import SGD
 
-from ..loops import IterTrainLoop
+from ..loops import IterTrainLoop, RunSchedule
+from ..loops.hooks.named_schedules import Span, parse_span
+from ..loops.hooks.scheduler import By
 from ..registry import (
     LOOPS,
+    PARAM_SCHEDULERS,
     Config,
     ConfigError,
     Examination,
     LoadFromSection,
     Problem,
     RunSections,
+    SchedulerSection,
+    build_tree,
     examine_config,
     load_config,
     optim_wrapper_sections,
@@ -84,6 +90,8 @@ def _misfits(run: RunSections, ranks: int, faulty: frozenset[str]) -> Iterator[P
         yield from _uneven_problems(run)
     if not faulty & {"optimizer", "optim_wrapper"}:
         yield from _weight_problems(run)
+    if "schedulers" not in faulty:
+        yield from _schedule_problems(run)
 
 
 def _device_problems(run: RunSections, ranks: int) -> Iterator[Problem]:
@@ -151,6 +159,54 @@ def _weight_problems(run: RunSections) -> Iterator[Problem]:
             where = f"optim_wrapper.{name}" if name in run.optim_wrapper else "optim_wrapper"
             yield Problem(f"{where}.loss_weight", str(error).removeprefix("loss_weight "))
             return
+
+
+def scheduler_key(run: RunSections, at: int) -> str:
+    """Return the key path of a scheduler's section."""
+    return f"schedulers.{at}" if len(run.schedulers) > 1 else "schedulers"
+
+
+def divide_scheduler(section: SchedulerSection) -> tuple[dict[str, Any], By, Span | None]:
+    """Return the arguments of a scheduler with its type, its unit, and the warm-up before it.
+
+    A schedule that takes its length from the run has the warm-up as an argument, if it counts
+    updates, and there is none before it.
+    """
+    kind: Any = find_component(section.scheduler, PARAM_SCHEDULERS)
+    follows_run = isinstance(kind, type) and issubclass(kind, RunSchedule)
+    by: By = section.by or ("step" if follows_run else "epoch")
+    if section.warmup is None or not follows_run or by != "step":
+        return section.scheduler, by, section.warmup
+    return {**section.scheduler, "warmup": section.warmup}, by, None
+
+
+def _schedule_problems(run: RunSections) -> Iterator[Problem]:
+    """Yield mistakes in schedules that take their length from the run, and in warm-ups."""
+    warmed = set()
+    for at, section in enumerate(run.schedulers):
+        where = scheduler_key(run, at)
+        settings, _, warmup = divide_scheduler(section)
+        kind: Any = find_component(settings, PARAM_SCHEDULERS)
+        try:
+            if warmup is not None:
+                parse_span("warmup", warmup)
+            if isinstance(kind, type) and issubclass(kind, RunSchedule):
+                optimizer = SGD([torch.zeros(1)], lr=1.0)
+                build_tree(settings, PARAM_SCHEDULERS, {"optimizer": optimizer})
+        except ValueError as error:
+            name, _, rest = str(error).partition(" ")
+            is_setting = name in (*section.scheduler, "warmup")
+            yield Problem(f"{where}.{name}", rest) if is_setting else Problem(where, str(error))
+            continue
+        if warmup is None:
+            continue
+        if section.after:
+            message = "begins with the run, and cannot be combined with after"
+            yield Problem(f"{where}.warmup", f"{message}; set it on the first schedule")
+        if section.optimizer in warmed:
+            message = "an optimizer can have one warm-up; remove this one"
+            yield Problem(f"{where}.warmup", message)
+        warmed.add(section.optimizer)
 
 
 def _add_table_hint(problem: Problem, config: Config) -> Problem:

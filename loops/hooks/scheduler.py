@@ -1,10 +1,12 @@
-"""Learning-rate schedules: PolyLR, ScheduleWindow, and the hook that steps schedulers."""
+"""ScheduleWindow, and the hook that steps learning-rate schedulers."""
 
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any, Literal, NamedTuple
 
@@ -24,61 +26,21 @@ from torch.optim.lr_scheduler import (
 )
 
 from ...collectives import get_rank
-from ...registry import HOOKS, PARAM_SCHEDULERS
+from ...registry import HOOKS
 from ...wrappers.features import optim_features
 from ...wrappers.optimizers.param_groups import DEFAULT_GROUP
+from ..data.loaders import get_length
 from ..hook import Hook, Scalars
 from ..metrics.evaluation import WatchedMetric
-from ..schedule import get_members, get_window, positive
+from ..schedule import get_members, get_window, is_weighted
 from ..state import LoopState, Phase
+from .named_schedules import PolyLR, RunSchedule, UnknownLengthError, Warmup
 
 logger = logging.getLogger(__name__)
 
 By = Literal["batch", "step", "epoch"]
 # The units, and their names in messages.
 _UNITS: dict[By, str] = {"batch": "batches", "step": "updates", "epoch": "epochs"}
-
-
-@PARAM_SCHEDULERS.register_module()
-class PolyLR(LRScheduler):
-    """Decay the learning rates to ``eta_min`` as ``(1 - step / total_iters) ** power``.
-
-    The same as torch's ``PolynomialLR``, applied to the part above ``eta_min``. Each step computes
-    the rates from the current ones, so that other schedules can act at the same time.
-
-    Args:
-        optimizer: the optimizer whose rates to change.
-        total_iters: steps after which the rates are constant; at least 1.
-        power: power of the polynomial; 1 is a straight line.
-        eta_min: final learning rate.
-        last_epoch: index of the last step.
-
-    Raises:
-        ValueError: ``total_iters`` is less than 1.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_iters: int,
-        *,
-        power: float = 1.0,
-        eta_min: float = 0.0,
-        last_epoch: int = -1,
-    ) -> None:
-        self.total_iters = positive("total_iters", total_iters)
-        self.power = power
-        self.eta_min = eta_min
-        super().__init__(optimizer, last_epoch)
-
-    def get_lr(self) -> list[float | Tensor]:
-        """Return the rates of the next step, one for each parameter group."""
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        remaining = self.total_iters - self.last_epoch
-        if self.last_epoch == 0 or remaining < 0:
-            return rates
-        share = (remaining / (remaining + 1)) ** self.power
-        return [(rate - self.eta_min) * share + self.eta_min for rate in rates]
 
 
 class ScheduleWindow:
@@ -121,6 +83,7 @@ class ScheduleWindow:
         self.until = until
         self._make = make
         self._count = 0
+        self._length: tuple[int | None, float | None] | None = None
         self._inner = None if after else make(optimizer)
         # Describes the schedule before the range starts.
         self._sample = self._inner or self._make_scheduler()
@@ -139,6 +102,15 @@ class ScheduleWindow:
             _advance(self._inner)
         elif self._count >= self.after:
             self._inner = self._start()
+
+    def set_length(self, total: int | None, epoch: float | None = None) -> None:
+        """Set the length of the run for a ``RunSchedule`` in the range; see there."""
+        end = total if self.until is None else self.until
+        self._length = None if end is None else max(1, end - self.after), epoch
+        if isinstance(self._inner, RunSchedule):
+            self._inner.set_length(*self._length)
+        elif isinstance(self._sample, RunSchedule):
+            self._sample.make_plan(*self._length)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the range, the count, and the state of the scheduler if it has been created."""
@@ -162,6 +134,8 @@ class ScheduleWindow:
             # Its constructor sets the rate that the optimizer had first, not `base_lr`.
             scheduler.last_epoch -= 1
             scheduler.step()
+        if isinstance(scheduler, RunSchedule) and self._length is not None:
+            scheduler.set_length(*self._length)
         return scheduler
 
     def _make_scheduler(self) -> LRScheduler:
@@ -223,12 +197,14 @@ def _leaves(scheduler: Any, after: int, until: int | None) -> Iterator[tuple[Any
 def _fit(scheduler: Any, after: int, until: int | None, total: int) -> tuple[str, bool] | None:
     """Return text and ``distorts`` of the ``Misfit`` of a schedule in a run of ``total`` steps."""
     setting = _LENGTHS.get(type(scheduler))
-    if setting is None:
+    if setting is None and not isinstance(scheduler, RunSchedule):
         return None
     if after >= total:
         return f"it starts after {after}, but the run has {total}", False
     is_cut = until is not None and until < total
     span = (until if is_cut and until is not None else total) - after
+    if setting is None:
+        return scheduler.misfit(span)  # type: ignore[no-any-return]
     length = getattr(scheduler, setting)
     # Without another schedule after it, the last rate belongs to the step before the end.
     rates = span + is_cut
@@ -272,6 +248,7 @@ class SchedulerHook(Hook):
             scheduler's ``mode`` contradicts the metric's direction.
         optimizers: if there are several optimizers, all of them, also those without a scheduler.
             Each key is the name in the log records. Default: the schedulers' optimizers, in order.
+        warmups: warm-ups in front of the schedulers, at most one for each optimizer.
 
     Raises:
         ValueError: a unit is unknown, or ``metric`` is missing.
@@ -286,6 +263,7 @@ class SchedulerHook(Hook):
         *,
         metric: str | None = None,
         optimizers: Mapping[str, Optimizer] | None = None,
+        warmups: Sequence[Warmup] = (),
     ) -> None:
         for scheduler, by in schedulers:
             if by not in _UNITS:
@@ -294,6 +272,7 @@ class SchedulerHook(Hook):
         self._schedulers = [scheduler for scheduler, _ in schedulers]
         self._units = [by for _, by in schedulers]
         self._optimizers = dict(optimizers or {})
+        self._warmups = list(warmups)
         plateau = self._plateau = [s for s in self._schedulers if isinstance(s, ReduceLROnPlateau)]
         if plateau and metric is None:
             raise ValueError("ReduceLROnPlateau needs `metric`, the name of the metric to watch")
@@ -320,10 +299,10 @@ class SchedulerHook(Hook):
 
     def misfits(self, state: LoopState) -> Iterator[Misfit]:
         """Yield the schedules whose lengths do not fit the run, as far as its length is known."""
-        totals = {"batch": state.max_iterations, "step": state.max_steps, "epoch": state.max_epochs}
-        if get_window(state.optim_wrapper) is None:
-            # The optimizers of a group are updated differently often.
-            totals["step"] = None
+        totals = _totals(state)
+        for warmup in self._warmups:
+            if (misfit := warmup.misfit(totals["step"])) is not None:
+                yield Misfit(self._position(warmup), *misfit)
         for index, (scheduler, by) in enumerate(zip(self._schedulers, self._units, strict=True)):
             total = totals[by]
             if total is None:
@@ -335,8 +314,32 @@ class SchedulerHook(Hook):
                     name, units = type(leaf).__name__, _UNITS[by]
                     yield Misfit(index, f"{name} counts {units}: {text}", distorts)
 
+    def set_lengths(self, state: LoopState) -> None:
+        """Tell the schedules the length of the run, as far as it is known.
+
+        Raises:
+            UnknownLengthError: a schedule depends on a length that is unknown.
+        """
+        totals, epochs = _totals(state), _epoch_lengths(state)
+        with ExitStack() as stack:
+            for warmup in self._warmups:
+                stack.enter_context(warmup.lifted())
+            for index, by in enumerate(self._units):
+                scheduler = self._schedulers[index]
+                if isinstance(scheduler, (RunSchedule, ScheduleWindow)):
+                    with _noting_position(index):
+                        scheduler.set_length(totals[by], epochs[by])
+        for warmup in self._warmups:
+            with _noting_position(self._position(warmup)):
+                warmup.set_length(totals["step"], epochs["step"])
+
+    def _position(self, warmup: Warmup) -> int:
+        """Return the position of the first scheduler behind a warm-up."""
+        return [scheduler.optimizer for scheduler in self._schedulers].index(warmup.optimizer)
+
     def on_train_start(self, state: LoopState) -> None:
         self._check_window(state)
+        self._set_lengths_of_session(state)
         self._update_rates, self._kept_rates = {}, None
         self._counts = {}
         self._find_updated(state)
@@ -352,16 +355,31 @@ class SchedulerHook(Hook):
     def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
         self._window = get_window(state.optim_wrapper)
         self._batch_rates = self._rates()
-        _step(self._timed["batch"])
+        self._step(self._timed["batch"])
 
     def on_update(self, state: LoopState) -> None:
         if self._timed["batch"]:
             self._update_rates = self._batch_rates
-        elif self._timed["step"]:
+        elif self._timed["step"] or self._warmups:
             self._update_rates = self._rates()
         updated = self._find_updated(state)
         schedulers = self._timed["step"]
-        _step(schedulers if updated is None else [s for s in schedulers if s.optimizer in updated])
+        self._step(
+            schedulers if updated is None else [s for s in schedulers if s.optimizer in updated]
+        )
+        for warmup in self._warmups:
+            if updated is None or warmup.optimizer in updated:
+                warmup.step()
+
+    def _step(
+        self, schedulers: Sequence[LRScheduler | ScheduleWindow], *metric: float | Tensor
+    ) -> None:
+        """Step schedulers on the rates without the warm-ups."""
+        with ExitStack() as stack:
+            for warmup in self._warmups:
+                stack.enter_context(warmup.lifted())
+            for scheduler in schedulers:
+                _step(scheduler, *metric)
 
     def _find_updated(self, state: LoopState) -> list[Optimizer] | None:
         """Return which of several optimizers were updated since the last call; None for one."""
@@ -376,6 +394,23 @@ class SchedulerHook(Hook):
                 updated.append(member.optimizer)
             self._counts[id(member)] = count
         return updated
+
+    def _set_lengths_of_session(self, state: LoopState) -> None:
+        """Set the lengths; report if settings other than the checkpoint's change the next rates."""
+        before = self._rates()
+        self.set_lengths(state)
+        after = self._rates()
+        if state.step and after != before and get_rank() == 0:
+            rates = ", ".join(
+                f"{name} {before[name]:.6g} -> {rate:.6g}"
+                for name, rate in after.items()
+                if rate != before[name]
+            )
+            logger.warning(
+                "the settings or the length of the run differ from the checkpoint's, so update %d "
+                "has another rate: %s",
+                *(state.step + 1, rates),
+            )
 
     def _check_window(self, state: LoopState) -> None:
         """Raise ValueError if a schedule counts batches and a resumed run has other batches."""
@@ -404,8 +439,7 @@ class SchedulerHook(Hook):
             return
         value = self._watched.value_in(metrics)
         self._keep_rates(state)
-        for scheduler in self._plateau:
-            scheduler.step(value)
+        self._step(self._plateau, value)
 
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
         rates, earlier = self._update_rates, self._kept_rates
@@ -427,7 +461,8 @@ class SchedulerHook(Hook):
         """Return the state of each scheduler, and the number of epochs stepped so far."""
         states = [scheduler.state_dict() for scheduler in self._schedulers]
         state = {"schedulers": states, "epochs": self._epochs, "labels": self._labels()}
-        return {**state, "kinds": self._kinds(), "window": self._window}
+        warmups = [warmup.state_dict() for warmup in self._warmups]
+        return {**state, "kinds": self._kinds(), "window": self._window, "warmups": warmups}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Restore the schedulers' states.
@@ -440,6 +475,13 @@ class SchedulerHook(Hook):
             raise ValueError(
                 "`schedulers` must be the same as in the checkpoint, which has "
                 f"{len(saved)} schedulers, got {len(self._schedulers)}"
+            )
+        warmups: Sequence[Mapping[str, Any]] = state.get("warmups", ())
+        if len(warmups) != len(self._warmups):
+            raise ValueError(
+                f"the checkpoint has {len(warmups)} schedulers with `warmup`, got "
+                f"{len(self._warmups)}: keep it, possibly with another length, or start a new run "
+                "with load_from"
             )
         now, labels = self._labels(), list(state.get("labels", ()))
         kinds = list(state.get("kinds", self._kinds()))
@@ -458,14 +500,19 @@ class SchedulerHook(Hook):
                 )
         for scheduler, part in zip(self._schedulers, saved, strict=True):
             _load(scheduler, part)
+        for warmup, part in zip(self._warmups, warmups, strict=True):
+            warmup.load_state_dict(part)
         self._epochs = state["epochs"]
 
     def _kinds(self) -> list[str]:
-        return [
-            type(
-                scheduler.scheduler if isinstance(scheduler, ScheduleWindow) else scheduler
-            ).__name__
+        schedulers = [
+            scheduler.scheduler if isinstance(scheduler, ScheduleWindow) else scheduler
             for scheduler in self._schedulers
+        ]
+        # A run may be resumed with another RunSchedule: all of them have the same state.
+        return [
+            "RunSchedule" if isinstance(scheduler, RunSchedule) else type(scheduler).__name__
+            for scheduler in schedulers
         ]
 
     def _labels(self) -> list[str]:
@@ -489,7 +536,7 @@ class SchedulerHook(Hook):
         if self._epochs is not None and self._epochs != state.epoch:
             self._keep_rates(state)
             for _ in range(self._epochs, state.epoch):
-                _step(self._timed["epoch"])
+                self._step(self._timed["epoch"])
             self._epochs = state.epoch
 
 
@@ -517,19 +564,45 @@ def _rates(name: str, groups: Sequence[Mapping[str, Any]]) -> dict[str, float | 
     return dict(zip(names, values, strict=True))
 
 
-def _step(schedulers: Sequence[LRScheduler | ScheduleWindow]) -> None:
-    for scheduler in schedulers:
-        if getattr(scheduler.optimizer, "_opt_called", False):
-            _advance(scheduler)
-            continue
-        # A loss scaler may skip the first updates. Torch then warns that the scheduler was
-        # stepped before the optimizer (pytorch/pytorch#44511).
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
-            _advance(scheduler)
+@contextmanager
+def _noting_position(index: int) -> Iterator[None]:
+    try:
+        yield
+    except UnknownLengthError as error:
+        error.position = index
+        raise
 
 
-def _advance(scheduler: LRScheduler | ScheduleWindow) -> None:
+def _totals(state: LoopState) -> dict[By, int | None]:
+    """Return the length of the run in each unit; None if unknown."""
+    # The optimizers of a group may be updated differently often.
+    steps = None if get_window(state.optim_wrapper) is None else state.max_steps
+    return {"batch": state.max_iterations, "step": steps, "epoch": state.max_epochs}
+
+
+def _epoch_lengths(state: LoopState) -> dict[By, float | None]:
+    """Return the length of an epoch in each unit; None if unknown."""
+    batches, window = get_length(state.dataloader), get_window(state.optim_wrapper)
+    steps: float | None = None
+    if batches is not None and window is not None:
+        steps = batches / window
+        # Windows of weighted losses end with the pass.
+        steps = math.ceil(steps) if is_weighted(state.optim_wrapper) else steps
+    return {"batch": batches, "step": steps, "epoch": 1}
+
+
+def _step(scheduler: LRScheduler | ScheduleWindow, *metric: float | Tensor) -> None:
+    if getattr(scheduler.optimizer, "_opt_called", False):
+        _advance(scheduler, *metric)
+        return
+    # A loss scaler may skip the first updates. Torch then warns that the scheduler was stepped
+    # before the optimizer (pytorch/pytorch#44511).
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
+        _advance(scheduler, *metric)
+
+
+def _advance(scheduler: LRScheduler | ScheduleWindow, *metric: Any) -> None:
     """Step a scheduler, except a OneCycleLR at its last rate: torch computes one beyond its end."""
     if not isinstance(scheduler, OneCycleLR) or scheduler.last_epoch < scheduler.total_steps - 1:
-        scheduler.step()
+        scheduler.step(*metric)

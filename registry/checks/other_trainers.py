@@ -8,7 +8,7 @@ from .schema import PLACES, RunSections
 _AMP = "optim_wrapper: {type: AmpOptimWrapper, dtype: bfloat16}"
 _CLIP = "optim_wrapper: {clip_grad: {max_norm: 1.0}}"
 _EVERY = "hooks.checkpoint.every_epochs or hooks.checkpoint.every_steps"
-_WARMUP = "schedulers: [{type: LinearLR, start_factor: 0.01, total_iters: 500, by: step}]"
+_WARMUP = "schedulers: {type: cosine, warmup: 500}"
 _LOGGERS = "hooks.tensorboard, hooks.wandb, hooks.mlflow or hooks.trackio"
 # Each row has a key path, alternatives, or a form with values; then names of other trainers.
 _NAMES = {

@@ -34,7 +34,7 @@ DEFAULT_HOOKS = ("progress", "log", "checkpoint", "throughput", "nan_guard", "ru
 # The setting of a custom loader that stepwrap defines: whether it gives each rank its own data.
 PER_RANK = "per_rank"
 # Settings in a scheduler's section that stepwrap defines; the others are arguments of its class.
-SCHEDULER_KEYS = ("by", "after", "until", "metric", "optimizer")
+SCHEDULER_KEYS = ("by", "after", "until", "metric", "optimizer", "warmup")
 # The same for a metric's section.
 METRIC_KEYS = ("sets", "head", "transform")
 
@@ -216,18 +216,22 @@ class SchedulerSection:
     """A learning-rate scheduler.
 
     Attributes:
-        by: the unit that the scheduler counts.
+        by: the unit that the scheduler counts; null is "step" for the schedules that take their
+            length from the run, and "epoch" for all others.
         after: the count after which it starts.
         until: the count of its last step.
         metric: the metric that it watches.
         optimizer: the name of its optimizer if there are several.
+        warmup: the updates in which the rate rises linearly at the beginning; or a share of the run
+            below 1, or a text such as "2 epochs".
     """
 
-    by: Literal["batch", "step", "epoch"] = "epoch"
+    by: Literal["batch", "step", "epoch"] | None = None
     after: int = field(default=0, metadata={"minimum": 0})
     until: int | None = field(default=None, metadata={"minimum": 1})
     metric: str | None = None
     optimizer: str | None = None
+    warmup: int | float | str | None = None
     scheduler: Component
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ...loops import EpochTrainLoop, IterTrainLoop, LoopState, SchedulerHook
-from ...loops.data.loaders import get_length
+from ...loops import EpochTrainLoop, IterTrainLoop, SchedulerHook
 from ...registry import Config, ConfigError, Examination, Problem, RunSections
 from ...wrappers.prepare import freeze_parameters
 from ...wrappers.steps.plain_models import BatchMismatchError
@@ -19,7 +18,7 @@ from ...wrappers.steps.step_checks import has_custom_step
 from ..export import FORMATS, Export, ExportError, check_export, export_adapter, export_model
 from ..failure import as_mistakes_in, building
 from ..finders.summary import Summary, format_quantity, summarize
-from ..parts import Parts, example_batch, rehearse
+from ..parts import Parts, example_batch, plan_run, rehearse
 from ..pretrained.build import build_user_model
 from ..pretrained.load import add_configured, build_base, load_run_model
 from ..sections import read_sections
@@ -67,8 +66,7 @@ def _schedule_lines(parts: Parts, config: Config) -> Iterator[str]:
     loop = parts.train_loop
     if not isinstance(loop, (EpochTrainLoop, IterTrainLoop)):
         return
-    state = LoopState(model=parts.model, optim_wrapper=parts.optim_wrapper)
-    loop.budget.plan(state, get_length(loop.dataloader))
+    state = plan_run(loop, parts.optim_wrapper)
     counts = {
         "updates": state.max_steps,
         "epochs": state.max_epochs,
