@@ -308,8 +308,37 @@ list_registries = Command(
     least=0,
     most=1,
 )
-plot = Command(
-    "plot", f"{_PRINTS}:run_plot", "draw curves.png in each RUN_DIR", usage="RUN_DIR ..."
+
+
+class _PlotCommand(Command):
+    """A command that draws finished runs, or with ``--schedule`` a config."""
+
+    def _run(self, **params: Any) -> int:
+        if params["schedule"]:
+            return _plot_schedule._run(**params)
+        if params["out"]:
+            raise mistake("stepwrap plot: --out needs --schedule; a run gets curves.png")
+        return super()._run(**params)
+
+
+_PLOTTING = (
+    flag("schedule", "draw the learning rates of CONFIG before it runs"),
+    click.Option(
+        ["--out"],
+        type=path_name,
+        metavar="FILE",
+        help="with --schedule: a picture instead of text in the terminal",
+    ),
+)
+_plot_schedule = Command(
+    "plot", f"{_MODELS}:run_plot_schedule", "draw learning rates", usage=RUN, section="train"
+)
+plot = _PlotCommand(
+    "plot",
+    f"{_PRINTS}:run_plot",
+    "draw curves.png in each RUN_DIR, or the learning rates of a config",
+    _PLOTTING,
+    usage="RUN_DIR ... | CONFIG [key=value ...] --schedule",
 )
 sweep = Command(
     "sweep",

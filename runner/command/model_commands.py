@@ -1,9 +1,11 @@
-"""The commands check, summary and export, which build parts of a config without training."""
+"""Commands that build parts of a config without training: check, summary, plot, export."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,14 @@ from ...wrappers.steps.step import MissingLossError
 from ...wrappers.steps.step_checks import has_custom_step
 from ..export import FORMATS, Export, ExportError, check_export, export_adapter, export_model
 from ..failure import as_mistakes_in, building
+from ..finders.schedule import planned_rates
 from ..finders.summary import Summary, format_quantity, summarize
 from ..parts import Parts, example_batch, plan_run, rehearse
 from ..pretrained.build import build_user_model
 from ..pretrained.load import add_configured, build_base, load_run_model
 from ..sections import read_sections
 from .command import Options, mistake, output
+from .print_commands import draw_lines, draw_text, plots_available
 
 _MAX_WIDTH = 100
 
@@ -169,6 +173,42 @@ def _summary_lines(summary: Summary) -> Iterator[str]:
             per_sample = format_quantity(summary.flops / summary.samples, "FLOPs")
             batch = f"a batch of {summary.samples}, {per_sample} for one sample"
         yield f"forward: {format_quantity(summary.flops, 'FLOPs')} for {batch}"
+
+
+def run_plot_schedule(examined: Examination, options: Options) -> int:
+    """Draw the learning rates of a config's training, in the terminal or as a picture."""
+    if options.out and not plots_available():
+        message = "--out needs matplotlib: pip install 'stepwrap[plots]'"
+        raise mistake(f"stepwrap plot: {message}; without --out the curve is drawn as text")
+    run = read_sections(examined)
+    with as_mistakes_in(examined.config):
+        parts = rehearse(run)
+        with building("train"):
+            curves = planned_rates(run, parts)
+    if any(scheduler.metric for scheduler in run.schedulers):
+        print("ReduceLROnPlateau depends on a metric and is left out", file=sys.stderr)
+    drawn: list[list[float]] = []
+    for name, curve in curves.items():
+        rates = [rate for _, rate in curve]
+        highest = max(rates)
+        shape = [rate / (highest or 1) for rate in rates]
+        # Groups that differ only by a factor have the same curve.
+        is_new = not any(map(partial(_is_close, shape), drawn))
+        if is_new and not options.out:
+            print(*draw_text(curve), sep="\n")
+            drawn.append(shape)
+        peak = curve[rates.index(highest)][0]
+        print(
+            f"{name}: {rates[0]:.4g} in update 1, {highest:.4g} in update {peak:,}, "
+            f"{rates[-1]:.4g} in update {curve[-1][0]:,}"
+        )
+    if options.out:
+        print(draw_lines(curves, Path(options.out)))
+    return 0
+
+
+def _is_close(curve: Sequence[float], other: Sequence[float]) -> bool:
+    return all(isclose(a, b, abs_tol=1e-6) for a, b in zip(curve, other, strict=True))
 
 
 def run_export(examined: Examination, options: Options) -> int:

@@ -28,6 +28,8 @@ _NOT_CURVES = {"step", "epoch", "phase", "time", "steps_per_s", "slowest_rank"}
 _COLORS = {"train": "C0", "val": "C1", "test": "C2"}
 # A longer legend would hide the curves.
 _MAX_LABELS = 10
+_TEXT_ROWS = 9
+_BLOCKS = " ▁▂▃▄▅▆▇█"
 Curves = dict[str, dict[str, list[tuple[float, float]]]]
 
 
@@ -127,6 +129,33 @@ def draw_curves(run_dir: Path) -> Path:
     path = run_dir / "curves.png"
     figure.savefig(path, dpi=120)
     return path
+
+
+def draw_lines(curves: dict[str, list[tuple[int, float]]], path: Path) -> Path:
+    """Plot learning rates against the update, save the picture, and return its path."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    _draw(figure.subplots(), "lr", {name: [*curve] for name, curve in curves.items()})
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def draw_text(curve: Sequence[tuple[int, float]]) -> Iterator[str]:
+    """Yield the lines of a chart in which columns of blocks show the values of a curve."""
+    width = min(shutil.get_terminal_size().columns, 100) - 12
+    columns = min(width, len(curve))
+    # Both ends are shown.
+    picked = [curve[round(at * (len(curve) - 1) / max(1, columns - 1))] for at in range(columns)]
+    highest = max(value for _, value in picked)
+    eighths = [round(8 * _TEXT_ROWS * value / (highest or 1)) for _, value in picked]
+    for row in reversed(range(_TEXT_ROWS)):
+        blocks = "".join(_BLOCKS[min(max(height - 8 * row, 0), 8)] for height in eighths)
+        label = f"{highest * (row + 1) / _TEXT_ROWS:>9.3g}" if row % 3 == 2 else " " * 9
+        yield f"{label} │{blocks}".rstrip()
+    first, last = f"{picked[0][0]:,}", f"{picked[-1][0]:,}"
+    yield f"{'0':>9} └{'─' * columns}"
+    yield f"{'update':>9}  {first}{last:>{max(columns - len(first), len(last) + 1)}}"
 
 
 def read_curves(run_dir: Path) -> Curves:
