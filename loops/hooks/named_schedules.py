@@ -140,9 +140,10 @@ def count_steps(name: str, span: Span, total: int | None, epoch: float | None) -
     length = total if unit == "share" else epoch
     if length is None:
         whole = "the run" if unit == "share" else "an epoch"
+        remedy = "use IterTrainLoop with max_steps, or " if unit == "share" else ""
         raise UnknownLengthError(
-            f"{name} is {span!r}, but the length of {whole} is unknown; set {name} to a number of "
-            "steps, such as 500"
+            f"{name} is {span!r}, but the length of {whole} is unknown, because the training data "
+            f"has no length; {remedy}set {name} to a number of steps, such as 500"
         )
     # The last step of an epoch may be shared with the next epoch.
     steps = round(number * length) if unit == "share" else math.ceil(number * length - 1e-9)
@@ -199,6 +200,7 @@ class RunSchedule(LRScheduler):
         total: int | None = None,
         last_epoch: int = -1,
     ) -> None:
+        parse_span("warmup", warmup)
         self.warmup = warmup
         self.total = None if total is None else positive("total", total)
         self.plan: Plan | None = None
@@ -218,13 +220,12 @@ class RunSchedule(LRScheduler):
             ValueError: a setting is not allowed.
         """
         total = total if self.total is None else self.total
-        warmup = count_steps("warmup", self.warmup, total, epoch)
         if total is None and self.needs_total:
             raise UnknownLengthError(
                 "the length of the run is unknown, because the training data has no length; use "
                 "train: {type: IterTrainLoop, max_steps: ...}, or set total to a number of steps"
             )
-        return Plan(total, warmup)
+        return Plan(total, count_steps("warmup", self.warmup, total, epoch))
 
     def set_length(self, total: int | None, epoch: float | None = None) -> None:
         """Set the length of the run, and the rates of the coming step if it changes them.
