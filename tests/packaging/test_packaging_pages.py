@@ -4,6 +4,7 @@ import configparser
 import contextlib
 import inspect
 import json
+import math
 import os
 import re
 from functools import partial
@@ -297,14 +298,19 @@ def test_the_page_on_schedules(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = page("schedules")
-    example, plateau = blocks(text, "yaml")
+    monkeypatch.setenv("COLUMNS", "70")
+    named, in_front, example, plateau = blocks(text, "yaml")
+    Path("named.yaml").write_text(named)
     Path("scheduled.yaml").write_text(example)
-    Path("plateau.yaml").write_text(f"_base_: digits_single\n{plateau}")
-    (command,), (shown,) = blocks(text, ""), blocks(text, "text")
-    assert main(command.split()[1:]) == 0
-    out = capsys.readouterr().out
-    assert [line for line in shown.splitlines() if line not in out] == []
-    assert main(["check", "plateau.yaml"]) == 0
+    for name, schedulers in {"in_front": in_front, "plateau": plateau}.items():
+        short = schedulers.replace("{type", "{_delete_: true, type")
+        Path(f"{name}.yaml").write_text(f"_base_: digits_single\n{short}")
+        assert main(["check", f"{name}.yaml"]) == 0
+    for command, shown in zip(blocks(text, ""), blocks(text, "text"), strict=True):
+        capsys.readouterr()
+        assert main(command.split()[1:]) == 0
+        out = capsys.readouterr().out
+        assert [line for line in shown.splitlines() if line not in out] == []
     # One batch in each epoch is enough for its rate.
     words = ["limit_batches=1", "train.log_every_steps=1", "hooks.progress=false"]
     assert main(["train", "scheduled.yaml", *words]) == 0
@@ -314,6 +320,28 @@ def test_the_page_on_schedules(
     assert rates == pytest.approx([float(rate) for rate in table.split("|")], rel=1e-3)
     for code in blocks(text, "python"):
         exec(code, {})
+
+
+@pytest.mark.slow
+def test_the_page_on_schedules_continues_with_another_decay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = page("schedules")
+    Path("named.yaml").write_text(blocks(text, "yaml")[0])
+    words = ["hooks.progress=false", "train.log_every_steps=1"]
+    for command in blocks(text, "sh")[0].splitlines():
+        assert main([*command.split()[1:], *words]) == 0
+    assert "has another rate" not in caplog.text
+    for name, total, shape in (("sqrt", 152, lambda x: x**0.5), ("longer", 190, None)):
+        lines = Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()
+        records = [r for r in map(json.loads, lines) if r["phase"] == "train"]
+        decay = round(total / 4)
+        for record in records:
+            share = max(0, record["step"] - 1 - (total - decay)) / decay
+            fall = shape(share) if shape else (1 - math.cos(math.pi * share)) / 2
+            assert record["lr"] == pytest.approx(0.003 * (1 - fall), rel=1e-9)
+        assert records[-1]["step"] == total
 
 
 @pytest.mark.slow
