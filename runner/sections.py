@@ -194,9 +194,9 @@ def _schedule_problems(run: RunSections) -> Iterator[Problem]:
                 optimizer = SGD([torch.zeros(1)], lr=1.0)
                 build_tree(settings, PARAM_SCHEDULERS, {"optimizer": optimizer})
         except ValueError as error:
-            name, _, rest = str(error).partition(" ")
+            name, _, message = str(error).partition(" ")
             is_setting = name in (*section.scheduler, "warmup")
-            yield Problem(f"{where}.{name}", rest) if is_setting else Problem(where, str(error))
+            yield Problem(f"{where}.{name}", message) if is_setting else Problem(where, str(error))
             continue
         if warmup is None:
             continue

@@ -139,10 +139,10 @@ def count_steps(name: str, span: Span, total: int | None, epoch: float | None) -
         return int(number)
     length = total if unit == "share" else epoch
     if length is None:
-        whole = "the run" if unit == "share" else "an epoch"
+        period = "the run" if unit == "share" else "an epoch"
         remedy = "use IterTrainLoop with max_steps, or " if unit == "share" else ""
         raise UnknownLengthError(
-            f"{name} is {span!r}, but the length of {whole} is unknown, because the training data "
+            f"{name} is {span!r}, but the length of {period} is unknown, because the training data "
             f"has no length; {remedy}set {name} to a number of steps, such as 500"
         )
     # The last step of an epoch may be shared with the next epoch.
@@ -307,7 +307,7 @@ class InverseSqrtDecay(RunSchedule):
 
     Args:
         optimizer: the optimizer whose rates to change.
-        timescale: steps in which the rates fall to ``sqrt(1 / 2)``. Default: those of the warm-up.
+        timescale: steps in which the rates fall to ``sqrt(1 / 2)``. Default: the warm-up's steps.
         warmup: steps of the warm-up; or a share of the run below 1, or a text such as "2 epochs".
         total: steps of the run. Default: the length of the training loop.
         last_epoch: index of the last step.

@@ -327,10 +327,10 @@ class SchedulerHook(Hook):
             for index, by in enumerate(self._units):
                 scheduler = self._schedulers[index]
                 if isinstance(scheduler, (RunSchedule, ScheduleWindow)):
-                    with _noting_position(index):
+                    with _note_position(index):
                         scheduler.set_length(totals[by], epochs[by])
         for warmup in self._warmups:
-            with _noting_position(self._position(warmup)):
+            with _note_position(self._position(warmup)):
                 warmup.set_length(totals["step"], epochs["step"])
 
     def _position(self, warmup: Warmup) -> int:
@@ -500,8 +500,8 @@ class SchedulerHook(Hook):
                 )
         for scheduler, part in zip(self._schedulers, saved, strict=True):
             _load(scheduler, part)
-        for warmup, part in zip(self._warmups, warmups, strict=True):
-            warmup.load_state_dict(part)
+        for warmup, saved_warmup in zip(self._warmups, warmups, strict=True):
+            warmup.load_state_dict(saved_warmup)
         self._epochs = state["epochs"]
 
     def _kinds(self) -> list[str]:
@@ -565,7 +565,7 @@ def _rates(name: str, groups: Sequence[Mapping[str, Any]]) -> dict[str, float | 
 
 
 @contextmanager
-def _noting_position(index: int) -> Iterator[None]:
+def _note_position(index: int) -> Iterator[None]:
     try:
         yield
     except UnknownLengthError as error:

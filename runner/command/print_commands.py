@@ -153,9 +153,9 @@ def draw_text(curve: Sequence[tuple[int, float]]) -> Iterator[str]:
         blocks = "".join(_BLOCKS[min(max(height - 8 * row, 0), 8)] for height in eighths)
         label = f"{highest * (row + 1) / _TEXT_ROWS:>9.3g}" if row % 3 == 2 else " " * 9
         yield f"{label} │{blocks}".rstrip()
-    first, last = f"{picked[0][0]:,}", f"{picked[-1][0]:,}"
+    start, end = f"{picked[0][0]:,}", f"{picked[-1][0]:,}"
     yield f"{'0':>9} └{'─' * columns}"
-    yield f"{'update':>9}  {first}{last:>{max(columns - len(first), len(last) + 1)}}"
+    yield f"{'update':>9}  {start}{end:>{max(columns - len(start), len(end) + 1)}}"
 
 
 def read_curves(run_dir: Path) -> Curves:

@@ -43,8 +43,8 @@ class _RatesHook(Hook):
         self.curves: dict[str, Curve] = defaultdict(list)
 
     def on_update(self, state: LoopState) -> None:
-        last = state.max_steps or 1
-        if state.step not in (1, last) and state.step % -(-last // _MOST_POINTS):
+        total = state.max_steps or 1
+        if state.step not in (1, total) and state.step % -(-total // _MOST_POINTS):
             return
         rates: dict[str, Any] = {}
         self._schedule.collect_logs(state, rates)
@@ -72,7 +72,7 @@ def planned_rates(run: RunSections, parts: Parts) -> dict[str, Curve]:
     if is_weighted(optim_wrapper):
         # Such windows end with the pass.
         length, counts = length and -(-length // window), dict.fromkeys(counts, 1)
-    optimizers = {name: _without_model(member.optimizer) for name, member in members.items()}
+    optimizers = {name: _copy_groups(member.optimizer) for name, member in members.items()}
     wrappers = {
         name: OptimWrapper(optimizer, accumulative_counts=counts[name])
         for name, optimizer in optimizers.items()
@@ -86,7 +86,7 @@ def planned_rates(run: RunSections, parts: Parts) -> dict[str, Curve]:
     return dict(rates.curves)
 
 
-def _without_model(optimizer: Optimizer) -> Optimizer:
+def _copy_groups(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer with the same groups and first rates, but one number in each group."""
     groups = [
         {
@@ -102,7 +102,7 @@ def _without_model(optimizer: Optimizer) -> Optimizer:
 
 def _count(loop: Any, length: int | None, window: int) -> EpochTrainLoop | IterTrainLoop:
     """Return a loop of the same length over batches without data."""
-    settings = {"log_every_steps": _MOST_POINTS, "sanity_val": False}
+    settings: dict[str, Any] = {"log_every_steps": _MOST_POINTS, "sanity_val": False}
     if isinstance(loop, IterTrainLoop):
         batches = [0] * (length or loop.max_steps * window)
         return IterTrainLoop(batches, max_steps=loop.max_steps, **settings)

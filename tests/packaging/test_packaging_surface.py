@@ -30,12 +30,11 @@ DOORS = {
         Cadence Checkpoint CheckpointError CheckpointHook ConstantRate CosineDecay EMAHook
         EarlyStopHook EpochTrainLoop EvalSets FreezeHook GradNormHook Hook HookList InverseSqrtDecay
         IterTrainLoop LinearDecay LogHook LoggerHook LoopState MLflowHook MeanLoss MetricInputs
-        MixCollator NanGuardHook
-        NonFiniteError NoteStepHook Phase PolyLR PredictionHook ProfileHook ProcessMetric
-        ProgressHook RunInfoHook RunSchedule ScheduleWindow SchedulerHook ShardedBatchSampler SpikeError
-        SWAHook SpikeGuardHook Stateful StepBlocksHook SystemHook
-        TensorBoardHook TestLoop TextCollator ThroughputHook TimeLimitHook TrackioHook
-        ValLoop WandbHook
+        MixCollator NanGuardHook NonFiniteError NoteStepHook Phase PolyLR PredictionHook ProfileHook
+        ProcessMetric ProgressHook RunInfoHook RunSchedule ScheduleWindow SchedulerHook
+        ShardedBatchSampler SpikeError SWAHook SpikeGuardHook Stateful StepBlocksHook SystemHook
+        TensorBoardHook TestLoop TextCollator ThroughputHook TimeLimitHook TrackioHook ValLoop
+        WandbHook
         Warmup WarmupStableDecay build_loader find_checkpoint keep_lists
         list_checkpoints load_checkpoint mix_seed prefetch_to_device prune_checkpoints save_alone
         save_checkpoint seed_rng
