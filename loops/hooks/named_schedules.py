@@ -18,6 +18,7 @@ from ..schedule import positive
 # A number of steps, a share of the run (a float below 1), or a text such as "2 epochs".
 Span: TypeAlias = int | float | str
 Shape = Literal["linear", "sqrt", "cosine"]
+_REASONS = "the training data has no length, or several optimizers accumulate differently"
 _TEXT = re.compile(r"(\d+(?:\.\d+)?) *(step|epoch)s?")
 _DECAYS: dict[Shape, Callable[[float], float]] = {
     "linear": lambda share: 1 - share,
@@ -142,12 +143,12 @@ def count_steps(name: str, span: Span, total: int | None, epoch: float | None) -
         period = "the run" if unit == "share" else "an epoch"
         remedy = "use IterTrainLoop with max_steps, or " if unit == "share" else ""
         raise UnknownLengthError(
-            f"{name} is {span!r}, but the length of {period} is unknown, because the training data "
-            f"has no length; {remedy}set {name} to a number of steps, such as 500"
+            f"{name} is {span!r}, but the length of {period} is unknown: {_REASONS}; {remedy}set "
+            f"{name} to a number of steps, such as 500"
         )
     # The last step of an epoch may be shared with the next epoch.
     steps = round(number * length) if unit == "share" else math.ceil(number * length - 1e-9)
-    return max(steps, number > 0)
+    return max(steps, int(number > 0))
 
 
 def set_rates(optimizer: Optimizer, rates: Sequence[float | Tensor]) -> None:
@@ -222,8 +223,8 @@ class RunSchedule(LRScheduler):
         total = total if self.total is None else self.total
         if total is None and self.needs_total:
             raise UnknownLengthError(
-                "the length of the run is unknown, because the training data has no length; use "
-                "train: {type: IterTrainLoop, max_steps: ...}, or set total to a number of steps"
+                f"the length of the run is unknown: {_REASONS}; use train: {{type: IterTrainLoop, "
+                "max_steps: ...}, or set total to a number of steps"
             )
         return Plan(total, count_steps("warmup", self.warmup, total, epoch))
 
