@@ -217,10 +217,11 @@ def test_phases_longer_than_the_run(caplog: pytest.LogCaptureFixture) -> None:
     assert "warmup has 9 updates, but the run has 8" in caplog.text
 
 
-def test_in_a_range_the_length_is_that_of_the_range() -> None:
-    def window(optimizer: Optimizer, **span: int) -> ScheduleWindow:
-        return ScheduleWindow(optimizer, partial(LinearDecay, warmup=2), **span)
+def window(optimizer: Optimizer, **span: int) -> ScheduleWindow:
+    return ScheduleWindow(optimizer, partial(LinearDecay, warmup=2), **span)
 
+
+def test_in_a_range_the_length_is_that_of_the_range() -> None:
     rates = run_rates((partial(window, after=2), "step"), epochs=2)
     assert rates == pytest.approx([1, 1, 0.5, 1, 1, 0.75, 0.5, 0.25], rel=1e-12)
     rates = run_rates((partial(window, after=2, until=6), "step"), epochs=2)
@@ -297,13 +298,19 @@ def test_two_optimizers_have_their_own_schedules() -> None:
     assert used.used == [[1 - k / 8, pytest.approx(0.1 * min(1, (k + 1) / 4))] for k in range(8)]
 
 
-def resumed_rates(first: Make, second: Make, *, at: int, epochs: int) -> tuple[list[float], str]:
+def resumed_rates(
+    before: Callable[[Optimizer], Any],
+    after: Callable[[Optimizer], Any],
+    *,
+    at: int,
+    epochs: int,
+) -> list[float]:
     """Return the rates of a run of 8 updates that is stopped, and resumed with other settings."""
     state, used = new_state(lr=1.0), Rates()
-    hook = SchedulerHook([(first(state.optim_wrapper.optimizer), "step")])
+    hook = SchedulerHook([(before(state.optim_wrapper.optimizer), "step")])
     train(state, [hook, stop_at(at), used])
     resumed = new_state(lr=1.0)
-    other = SchedulerHook([(second(resumed.optim_wrapper.optimizer), "step")])
+    other = SchedulerHook([(after(resumed.optim_wrapper.optimizer), "step")])
     other.load_state_dict(hook.state_dict())
     resumed.optim_wrapper.load_state_dict(state.optim_wrapper.state_dict())
     for name in ("step", "iteration", "epoch", "batch"):
@@ -336,6 +343,13 @@ def test_a_constant_phase_continues_into_another_decay(
 def test_a_constant_schedule_continues_into_a_decay() -> None:
     rates = resumed_rates(partial(ConstantRate, warmup=2), partial(STABLE, decay=4), at=4, epochs=3)
     assert rates == pytest.approx([0.5, *[1] * 8, 0.75, 0.5, 0.25], rel=1e-12)
+
+
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_a_range_is_resumed(at: int) -> None:
+    make = partial(window, after=2)
+    rates = resumed_rates(make, make, at=at, epochs=2)
+    assert rates == pytest.approx([1, 1, 0.5, 1, 1, 0.75, 0.5, 0.25], rel=1e-12)
 
 
 def test_a_change_of_the_next_rate_is_reported(caplog: pytest.LogCaptureFixture) -> None:

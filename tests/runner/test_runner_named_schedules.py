@@ -62,7 +62,7 @@ CASES = {"wsd": (WSD, WSD_FACTORS), "warm-up and steps": (STEPS, STEPS_FACTORS)}
 
 
 @pytest.mark.parametrize(
-    ("name", "first", "then", "stop"),
+    ("name", "before", "after", "stop"),
     [
         ("wsd", 1, 2, 2),
         ("warm-up and steps", 2, 3, 5),
@@ -77,36 +77,36 @@ CASES = {"wsd": (WSD, WSD_FACTORS), "warm-up and steps": (STEPS, STEPS_FACTORS)}
     ],
 )
 def test_a_stopped_and_resumed_run_equals_a_loop_by_hand(
-    tmp_path: Path, name: str, first: int, then: int, stop: int
+    tmp_path: Path, name: str, before: int, after: int, stop: int
 ) -> None:
     scheduler, factors = CASES[name]
-    config = schedule_config(scheduler, ranks=first)
-    run_ranks(train, first, config, tmp_path, stop)
-    if then > 1:
+    config = schedule_config(scheduler, ranks=before)
+    run_ranks(train, before, config, tmp_path, stop)
+    if after > 1:
         config["wrapper"] = {"type": "ddp"}
     plain = train_plainly(factors)
-    for weights, step in run_ranks(train, then, config, tmp_path):
+    for weights, step in run_ranks(train, after, config, tmp_path):
         assert step == UPDATES
         assert (weights - plain).abs().max().item() <= 1e-12
 
 
 def test_a_resume_is_bit_exact(tmp_path: Path) -> None:
     config = schedule_config(WSD)
-    whole, _ = train(config, tmp_path / "whole")
+    expected, _ = train(config, tmp_path / "uninterrupted")
     for stop in (2, 9):
         train(config, tmp_path / f"{stop}", stop)
-        assert torch.equal(train(config, tmp_path / f"{stop}")[0], whole)
+        assert torch.equal(train(config, tmp_path / f"{stop}")[0], expected)
 
 
 def test_a_checkpoint_of_the_constant_phase_starts_another_decay(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = schedule_config(WSD, hooks={"progress": False, "checkpoint": {"every_steps": 1}})
-    train(first, tmp_path / "first", 6)
-    shorter = {**first, "schedulers": {**WSD, "decay": 2, "shape": "linear"}}
+    long = schedule_config(WSD, hooks={"progress": False, "checkpoint": {"every_steps": 1}})
+    train(long, tmp_path / "long", 6)
+    shorter = {**long, "schedulers": {**WSD, "decay": 2, "shape": "linear"}}
     shorter["train"] = {"type": "EpochTrainLoop", "max_epochs": 4}
     runner = Runner.from_config({**shorter, "run_dir": str(tmp_path / "other")})
-    state = runner.train(resume=tmp_path / "first")
+    state = runner.train(resume=tmp_path / "long")
     factors = [*WSD_FACTORS[:6], 1, 0.1 + 0.9 * 0.5]
     assert (flat(state.model) - train_plainly(factors)).abs().max().item() <= 1e-12
     assert "has another rate" not in caplog.text
