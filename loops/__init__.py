@@ -51,7 +51,15 @@ from .state import LoopState, Phase, Stateful
 from .train import EpochTrainLoop, IterTrainLoop
 
 if TYPE_CHECKING:
+    from .data.samplers import SubsetSampler, WeightedSampler
     from .metrics.mean_loss import MeanLoss
+
+# Imported on first use: most runs need none of them.
+_LATER = {
+    "MeanLoss": ".metrics.mean_loss",
+    "SubsetSampler": ".data.samplers",
+    "WeightedSampler": ".data.samplers",
+}
 
 __all__ = [
     "Cadence",
@@ -97,6 +105,7 @@ __all__ = [
     "SpikeGuardHook",
     "Stateful",
     "StepBlocksHook",
+    "SubsetSampler",
     "SystemHook",
     "TensorBoardHook",
     "TestLoop",
@@ -108,6 +117,7 @@ __all__ = [
     "WandbHook",
     "Warmup",
     "WarmupStableDecay",
+    "WeightedSampler",
     "build_loader",
     "find_checkpoint",
     "keep_lists",
@@ -123,9 +133,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name != "MeanLoss":
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module(".metrics.mean_loss", __name__).MeanLoss
+    return getattr(import_module(_LATER[name], __name__), name)
 
 
 def __dir__() -> list[str]:

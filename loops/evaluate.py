@@ -24,6 +24,7 @@ from ..wrappers.steps.buffers import buffers_of_first_rank, restore_buffers, sav
 from ..wrappers.steps.preprocess import get_device
 from ..wrappers.unwrap import user_model
 from .data.loaders import batches_from, get_length, peek_first_batch
+from .data.sampler import compare_orders
 from .data.shares import Share, drop_padding
 from .error_notes import get_name, naming_missing_ranks, note_failure, record_inference_tensors
 from .evaluation import Evaluation, Poll, require_step
@@ -296,6 +297,7 @@ class _EvalLoop(Evaluation):
         self.dataloader = drop_padding(share)
 
     def _batches(self) -> Iterable[Any]:
+        compare_orders(self.dataloader, epoch=0)
         return self._share.take(batches_from(self.dataloader, epoch=0))
 
     def _pass(self, state: LoopState, hooks: HookList, poll: Poll) -> int | None:

@@ -283,10 +283,11 @@ def _find_generators(loader: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     loader = getattr(loader, "loader", loader)
     if hasattr(loader, "state_dict"):
         return {}, {}
-    visited: set[int] = set()
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    # The generators of a sampler of `build_loader` continue without being restored.
+    visited = {id(getattr(batch_sampler, "order", None))}
     dataset = getattr(loader, "dataset", None)
     samples = dict(_walk(dataset, "dataset", visited))
-    batch_sampler = getattr(loader, "batch_sampler", None)
     # A loader that was divided among ranks has the same paths as one that was not.
     batch_sampler = getattr(batch_sampler, "undivided", batch_sampler)
     order = dict(_walk(batch_sampler, "batch_sampler", visited))

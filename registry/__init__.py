@@ -18,6 +18,7 @@ from .catalog import (
     OPTIM_WRAPPERS,
     OPTIMIZERS,
     PARAM_SCHEDULERS,
+    SAMPLERS,
 )
 from .checks.check_component import check_component
 from .checks.check_config import (
@@ -91,6 +92,7 @@ __all__ = [
     "OPTIMIZERS",
     "OPTIM_WRAPPERS",
     "PARAM_SCHEDULERS",
+    "SAMPLERS",
     "Config",
     "ConfigError",
     "DataSection",

@@ -42,6 +42,7 @@ PARAM_SCHEDULERS = Registry(
 )
 DATASETS = Registry("DATASETS", namespaces=("torch.utils.data",), kind="torch.utils.data.Dataset")
 DATALOADERS = Registry("DATALOADERS", locations=_LOOPS)
+SAMPLERS = Registry("SAMPLERS", locations=("stepwrap.loops.data.samplers",))
 ADAPTERS = Registry("ADAPTERS", namespaces=("peft",), kind="peft.PeftConfig")
 METRICS = Registry(
     "METRICS",

@@ -47,6 +47,7 @@ from ..registry import (
     OPTIM_WRAPPERS,
     OPTIMIZERS,
     PARAM_SCHEDULERS,
+    SAMPLERS,
     LoaderSection,
     MetricSection,
     Registry,
@@ -60,6 +61,7 @@ from ..registry import (
     stepping_class,
     supply_where_taken,
 )
+from ..registry.checks.data_sections import taken_by_sampler
 from ..registry.checks.schema import PER_RANK
 from ..registry.registry import find_component
 from ..wrappers import Mesh, OptimWrapperDict, param_groups
@@ -263,9 +265,16 @@ def _build_seeded_loader(run: RunSections, name: str, *, share: _DataShare) -> A
                 dataset = build_tree(section.dataset, DATASETS)
             seed = run.seed if section.seed is None else section.seed
             selects = limit is not None and section.in_memory not in (True, "device")
+            # A sampler may need the whole data set, such as one weight for each sample.
+            selects = selects and section.sampler is None
             if limit is not None and selects and not isinstance(dataset, IterableDataset):
                 num_samples = limit * section.batch_size * share.count
                 dataset, limit = _selected(dataset, num_samples, seed, section.shuffle), None
+            if section.sampler is not None:
+                with building(f"data.{name}.sampler"):
+                    options["sampler"] = _build_sampler(section, dataset, seed, share)
+                    # Those that take it have got it.
+                    options["shuffle"] = False
             on_device = section.in_memory == "device"
             options["in_memory"] = device_of_rank(run) if on_device else section.in_memory
             if section.pin_memory == "auto":
@@ -294,7 +303,7 @@ def _limits(run: RunSections, name: str) -> tuple[RunSections, int | None]:
         return run, run.limit_batches
     section: Any = run.data.train
     if isinstance(section, LoaderSection):
-        section = replace(section, shuffle=False, drop_last=False)
+        section = replace(section, shuffle=False, sampler=None, drop_last=False)
     top, _, set_name = name.partition(".")
     if set_name:
         section = SetsSection(sets={set_name: section})
@@ -310,6 +319,17 @@ def _selected(dataset: Any, count: int, seed: int, shuffled: bool) -> Any:
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
         chosen = order[:count].tolist()
     return Subset(dataset, chosen)
+
+
+def _build_sampler(section: LoaderSection, dataset: Any, seed: int, share: _DataShare) -> Any:
+    assert section.sampler is not None
+    ranks = {"rank": share.index, "num_replicas": share.count, "world_size": share.count}
+    values = {"dataset": dataset, "data_source": dataset, "seed": seed, **ranks}
+    if section.shuffle:
+        # Otherwise the sampler's own default applies.
+        values["shuffle"] = True
+    supplied = {n: values[n] for n in taken_by_sampler(section.sampler) if n in values}
+    return build_tree(section.sampler, SAMPLERS, supplied)
 
 
 def _build_collate(setting: Any) -> Any:

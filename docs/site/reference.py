@@ -52,7 +52,7 @@ SECTIONS = {
 # The fields that hold the class of a section, whose settings stand next to ours in a file.
 _INLINE = ("scheduler", "metric")
 # Other mappings have keys of the user's choice.
-_COMPONENTS = {"model", "wrapper", "optimizer", "optim_wrapper", "train_step", "dataset"}
+_COMPONENTS = {"model", "wrapper", "optimizer", "optim_wrapper", "train_step", "dataset", "sampler"}
 _COMPONENTS |= {"train", "val", "test", "transform", "adapter"}
 _TYPES = {
     bool: "true or false",
@@ -73,6 +73,7 @@ _REGISTRIES = {
     "ADAPTERS": "`adapter`",
     "DATASETS": "`dataset` in `data.train`, `data.val` and `data.test`",
     "DATALOADERS": "`data.train`, `data.val` and `data.test`, for a custom loader",
+    "SAMPLERS": "`sampler` in `data.train`, `data.val` and `data.test`",
     "METRICS": "`metrics.NAME`",
     "LOOPS": "`train`, `val` and `test`",
     "HOOKS": "`hooks.NAME`",

@@ -21,6 +21,8 @@ _SHOWN = 16
 WRONG_LENGTH = "wrong_length"
 # The key of whether the ranks read the same batches, and each takes its own from each round.
 IN_ROUNDS = "in_rounds"
+# The key of a digest of the running pass's order, if a sampler draws it.
+ORDER = "order"
 
 
 @dataclass(frozen=True)

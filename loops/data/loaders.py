@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -24,7 +25,13 @@ from ..error_notes import get_name
 from ..rng import DataGenerators, mix_seed, preserved_generators, preserved_rng, seed_rng
 from ..state import Stateful
 from .collate import prepare_dataset
-from .sampler import BatchIndices, ShardedBatchSampler, find_sampler
+from .sampler import (
+    BatchIndices,
+    SampleOrder,
+    ShardedBatchSampler,
+    find_sampler,
+    knows_ranks,
+)
 from .tensors import TensorLoader, can_pin_memory, selects_rows
 from .workers import (
     EpochStream,
@@ -41,15 +48,9 @@ logger = logging.getLogger(__name__)
 # The libraries whose samplers and loaders have the length that they state.
 _LIBRARIES = {"torch", "torchdata", __name__.partition(".")[0]}
 # Arguments of torch's DataLoader that build_loader sets itself, and what to pass instead.
-_OWN_ORDER = (
-    "pass {0}, or give the loop a DataLoader(dataset, {1}=...), whose batches are divided among "
-    "the ranks"
-)
 _REPLACED = {
     "generator": "pass seed, not generator, since it creates its generator from seed",
     "collate_fn": "pass collate",
-    "sampler": _OWN_ORDER.format("shuffle and seed", "sampler"),
-    "batch_sampler": _OWN_ORDER.format("batch_size, shuffle and seed", "batch_sampler"),
 }
 
 
@@ -93,7 +94,7 @@ class SeededSamples(Dataset[Any]):
 def build_loader(
     dataset: Dataset[Any],
     *,
-    batch_size: int,
+    batch_size: int | None = None,
     train: bool = False,
     shuffle: bool = False,
     num_workers: int = 0,
@@ -109,7 +110,7 @@ def build_loader(
             an iterable one has ``state_dict`` and ``load_state_dict``, a resumed run continues
             from its position. Hugging Face streams are divided among the ranks here. Without
             ``collate``, Hugging Face data sets return tensors.
-        batch_size: samples per batch and rank.
+        batch_size: samples per batch and rank. Required without ``batch_sampler``.
         train: give every rank the same number of batches, if necessary by repeating samples. By
             default each sample is read exactly once.
         shuffle: use a new order in each epoch, the same for any number of workers.
@@ -124,42 +125,80 @@ def build_loader(
         **options: ``drop_last`` (leave out an incomplete last global batch), ``shard`` (rank and
             number of ranks; default: the process group's), ``pin_memory`` (default "auto": pinned
             if CUDA is available), ``persistent_workers`` (default true: workers continue to run
-            between passes) and other arguments of ``torch.utils.data.DataLoader``.
+            between passes) and other arguments of ``torch.utils.data.DataLoader``. Among these is
+            ``sampler``, whose order is divided among the ranks: a ``WeightedSampler``, a
+            ``SubsetSampler``, or any iterable of indices with a length. Of the batches of a
+            ``batch_sampler`` each rank takes whole ones in turn. An order that is random must come
+            from ``random``, ``torch`` or ``numpy.random``, which are seeded by ``seed`` and the
+            pass, or from ``set_epoch``. Samplers with ``num_replicas`` or ``world_size`` are not
+            divided.
 
     Raises:
-        ValueError: the data set is empty, or an option does not fit it.
+        ValueError: the data set is empty, or an option does not fit it or another option.
         TypeError: ``in_memory`` needs an attribute ``tensors`` that the data set lacks, or there is
-            an option that other arguments replace, such as ``sampler`` or ``generator``.
+            an option that other arguments replace, such as ``generator``.
     """
     rank, world_size = options.pop("shard", None) or (get_rank(), get_world_size())
     drop_last = options.pop("drop_last", False)
+    sampler, is_batched = _pop_sampler(options, batch_size, shuffle=shuffle, drop_last=drop_last)
     options["num_workers"] = num_workers
     _complete(options, collate, mix_seed(seed, rank))
     dataset = prepare_dataset(dataset, (rank, world_size), formatted=collate is None)
     kind = type(dataset).__name__
     epoch = WorkerEpoch(find_epoch_listeners(dataset, collate))
     if isinstance(dataset, IterableDataset):
-        if shuffle or in_memory not in (False, "auto"):
-            setting = "shuffle" if shuffle else "in_memory"
-            raise ValueError(
-                f"{setting} must be false for {kind}: an iterable data set is read in its own order"
-            )
+        if shuffle or sampler is not None or in_memory not in (False, "auto"):
+            setting = "shuffle must be false" if shuffle else "in_memory must be false"
+            setting = setting if sampler is None else "sampler must be None"
+            raise ValueError(f"{setting} for {kind}: an iterable data set is read in its own order")
         # A stream with a state gets the number of the pass from its `StreamLoader`.
         if num_workers and not isinstance(dataset, Stateful) and epoch.listeners:
             dataset = EpochStream(dataset, epoch)
         return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **options)
     if not len(dataset):  # type: ignore[arg-type]
         raise ValueError(f"the data set {kind} is empty")
-    order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "rank": rank}
-    order |= {"world_size": world_size, "drop_last": drop_last, "even": train}
-    sampler = ShardedBatchSampler(len(dataset), batch_size, **order)  # type: ignore[arg-type]
-    if train and sampler.num_samples < world_size:
-        warn_of_repetitions(kind, f"{sampler.num_samples} samples", world_size, rank)
+    samples = SeededSamples(dataset, epoch) if num_workers else dataset
+    if knows_ranks(sampler):
+        if not is_batched:
+            sampler = BatchSampler(sampler, batch_size or 1, drop_last)
+        return DataLoader(samples, batch_sampler=sampler, **options)
+    size: int = len(dataset)  # type: ignore[arg-type]
+    order = None
+    if sampler is not None:
+        order = SampleOrder(sampler, size, seed, batched=is_batched)
+    shard: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "rank": rank, "order": order}
+    shard |= {"world_size": world_size, "drop_last": drop_last, "even": train}
+    batches = ShardedBatchSampler(size if order is None else len(order), batch_size or 1, **shard)
+    if train and batches.num_samples < world_size:
+        unit = "batches" if is_batched else "samples"
+        warn_of_repetitions(kind, f"{batches.num_samples} {unit}", world_size, rank)
     if selects_rows(dataset, in_memory, num_workers, collate):
         device = None if isinstance(in_memory, bool) or in_memory == "auto" else in_memory
-        return TensorLoader(dataset, sampler, device, **options)
-    samples = SeededSamples(dataset, epoch) if num_workers else dataset
-    return DataLoader(samples, batch_sampler=sampler, **options)
+        return TensorLoader(dataset, batches, device, **options)
+    return DataLoader(samples, batch_sampler=batches, **options)
+
+
+def _pop_sampler(
+    options: dict[str, Any], batch_size: int | None, *, shuffle: bool, drop_last: bool
+) -> tuple[Any, bool]:
+    """Remove the sampler of samples or batches from ``options``; return it and whether of batches.
+
+    Raises:
+        ValueError: other options determine the same.
+    """
+    sampler, batch_sampler = options.pop("sampler", None), options.pop("batch_sampler", None)
+    if batch_sampler is None and batch_size is None:
+        raise ValueError("build_loader needs batch_size or batch_sampler")
+    excluded = {"shuffle": shuffle}
+    if batch_sampler is not None:
+        excluded |= {"sampler": sampler is not None, "batch_size": batch_size is not None}
+        excluded |= {"drop_last": drop_last}
+    elif sampler is None:
+        return None, False
+    for name in (name for name, is_set in excluded.items() if is_set):
+        setting = "sampler" if batch_sampler is None else "batch_sampler"
+        raise ValueError(f"{name} and {setting} exclude each other: the order is the {setting}'s")
+    return (sampler, False) if batch_sampler is None else (batch_sampler, True)
 
 
 def _complete(
@@ -350,9 +389,9 @@ def peek_first_batch(loader: Iterable[Any]) -> Iterator[Any] | None:
 def read_aside(loader: Iterable[Any]) -> Iterator[Any]:
     """Return the batches of one pass, even while another pass is being read.
 
-    It is pass 0 for a loader of ``build_loader``. A DataLoader of a map-style data set is not
-    changed. Any other loader is iterated once more, so its next pass must not depend on earlier
-    ones.
+    It is pass 0 for a loader of ``build_loader``, or the running pass if it has a sampler. A
+    DataLoader of a map-style data set is not changed. Any other loader is iterated once more, so
+    its next pass must not depend on earlier ones.
 
     Raises:
         ValueError: ``loader`` reads a stream or has a ``state_dict``. Reading would change its
@@ -389,14 +428,15 @@ def _aside(loader: DataLoader[Any], most: int | None) -> Iterator[Any]:
 def batch_sampler_copy(loader: DataLoader[Any]) -> Iterator[Any]:
     """Give a copy of the batch sampler, and restore the generators of the loader after the block.
 
-    A sampler of ``build_loader`` begins with pass 0.
+    A sampler of ``build_loader`` begins with pass 0, or with the running pass if drawing another
+    order might change it.
     """
     sampler = copy(loader.batch_sampler)
     order = getattr(sampler, "sampler", None)
     if order is not None:
         vars(sampler)["sampler"] = copy(order)
     if isinstance(sampler, ShardedBatchSampler):
-        sampler.set_position(0)
+        sampler.set_position(0 if sampler.order is None else max(0, sampler.order.epoch))
     with _preserved_generators(loader):
         yield () if sampler is None else sampler
 

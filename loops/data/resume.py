@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from ...collectives import get_rank
 from ...wrappers.steps.preprocess import get_device
 from ...wrappers.unwrap import num_data_ranks
 from ..rng import DataGenerators, mix_seed, preserved_rng, seed_rng
 from ..state import LoopState, Stateful
-from .layout import IN_ROUNDS
+from .layout import IN_ROUNDS, ORDER
 from .loaders import batches_from, is_stream, set_epoch, start_persistent_workers
 from .prefetch import can_read_ahead, prefetch_to_device
-from .sampler import find_sampler
+from .sampler import compare_orders, find_sampler
 from .workers import find_epoch_listeners, iterate, keep_workers
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ def batches_of_pass(loader: Iterable[Any], state: LoopState, prefetch: bool) -> 
     if place is None and state.batch and state.data.reader is not None:
         # Training continues in the process that has begun the pass.
         place = state.data.reader.state_dict()
+    _check_order(loader, state)
     ranks = num_data_ranks(state.model) if state.data.layout.get(IN_ROUNDS) else 1
     done = state.batch * ranks
     generators = state.data.generators
@@ -52,6 +54,21 @@ def batches_of_pass(loader: Iterable[Any], state: LoopState, prefetch: bool) -> 
     if not prefetch:
         return batches
     return prefetch_to_device(batches, get_device(state.model), ahead=can_read_ahead(loader))
+
+
+def _check_order(loader: Iterable[Any], state: LoopState) -> None:
+    """Compare the order of a sampler among the ranks, and with a pass's order before a resume."""
+    saved, order = state.data.layout.pop(ORDER, None), compare_orders(loader, state.epoch)
+    if order is None:
+        return
+    state.data.layout[ORDER] = order
+    if state.batch and saved not in (None, order) and get_rank() == 0:
+        logger.warning(
+            "the sampler draws another order for pass %d than before the resume, so that samples "
+            "may be repeated or missing: its data, its settings or a state that is not in its "
+            "set_epoch have changed",
+            state.epoch,
+        )
 
 
 def _batches_and_source(

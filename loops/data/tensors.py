@@ -46,7 +46,7 @@ class TensorLoader(DataLoader[Any]):
     ) -> None:
         super().__init__(dataset, batch_sampler=sampler, **options)
         self._rows = sampler.rows
-        self._num_samples = sampler.num_samples
+        self._num_samples: int = len(dataset)  # type: ignore[arg-type]
         self._device = device
         self._read_tensors()
 

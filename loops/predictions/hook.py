@@ -166,7 +166,7 @@ def _reordered_by(loader: Iterable[Any]) -> str | None:
     shared = find_shared_sampler(loader)
     if sampler is not None:
         settings = {"train=True": sampler.even, "shuffle": sampler.shuffle}
-        settings["drop_last"] = sampler.drop_last
+        settings |= {"drop_last": sampler.drop_last, "a sampler": sampler.order is not None}
     else:
         batches: Any = loader.batch_sampler if shared is None else shared.undivided
         order = getattr(batches, "sampler", loader.sampler)

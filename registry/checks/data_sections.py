@@ -1,19 +1,24 @@
 """Check the section ``data``: its loaders, and several sets by name."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 from ...primitives.suggestions import nearest
-from ..catalog import DATALOADERS, DATASETS
+from ..arguments import get_parameters, title
+from ..catalog import DATALOADERS, DATASETS, SAMPLERS
 from ..errors import Problem, shown_value
 from ..imports import import_path
+from ..registry import find_component
 from .check_component import Later, component_check, object_problems
 from .schema import PER_RANK, DataSection, LoaderSection, SetsSection
 from .typed import check_section
 
 LOADERS = ("train", "val", "test")
+# What a run supplies to samplers.
+_SUPPLIED = ("dataset", "data_source", "seed", "shuffle", "rank", "num_replicas", "world_size")
 _SETTINGS = tuple(field.name for field in fields(LoaderSection))
 _REQUIRED = ("dataset", "batch_size")
 _OWN_LOADER = (
@@ -22,7 +27,6 @@ _OWN_LOADER = (
 )
 # Arguments of torch's DataLoader that a section lacks, with the setting to use instead.
 _TORCH_ONLY = {
-    "sampler": f"set shuffle and seed, or {_OWN_LOADER}",
     "batch_sampler": f"set batch_size, shuffle and seed, or {_OWN_LOADER}",
     "collate_fn": "set collate",
     "generator": "set seed",
@@ -164,11 +168,41 @@ def _loader_checks(loader: Any, where: str) -> Iterator[Problem | Later]:
     elif isinstance(loader, dict):
         if isinstance(loader.get("dataset"), dict):
             yield component_check(loader["dataset"], DATASETS, f"{where}.dataset")
+        if isinstance(loader.get("sampler"), dict):
+            yield partial(_sampler_problems, loader, where)
         collate = loader.get("collate")
         if isinstance(collate, dict):
             yield component_check(collate, DATASETS, f"{where}.collate")
         elif isinstance(collate, str):
             yield partial(object_problems, _collate_function, collate, f"{where}.collate")
+
+
+def taken_by_sampler(sampler: Mapping[str, Any]) -> list[str]:
+    """Return the arguments that a run supplies to a sampler: those that it takes and lacks."""
+    try:
+        taken = get_parameters(find_component(sampler, SAMPLERS))
+    except (KeyError, TypeError):
+        # The check of the section reports it.
+        return []
+    return [name for name in _SUPPLIED if name in taken and name not in sampler]
+
+
+def _sampler_problems(loader: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    sampler = loader["sampler"]
+    supplied = taken_by_sampler(sampler)
+    check = component_check(sampler, SAMPLERS, f"{where}.sampler", supplied)
+    problems = [check] if isinstance(check, Problem) else list(check())
+    yield from problems
+    if problems:
+        return
+    if loader.get("shuffle") is True and not {"shuffle"} & {*supplied, *sampler}:
+        name = title(find_component(sampler, SAMPLERS))
+        yield Problem(f"{where}.shuffle", f"must be false: {name} determines the order")
+    with suppress(KeyError, TypeError):
+        kind = find_component(loader["dataset"], DATASETS)
+        if "IterableDataset" in [base.__name__ for base in getattr(kind, "__mro__", ())]:
+            text = f"{title(kind)} is read in its own order, because it is iterable"
+            yield Problem(f"{where}.sampler", f"{text}; remove the sampler, or use a map-style one")
 
 
 def _collate_function(path: str) -> None:

@@ -47,6 +47,7 @@ class LoaderSection:
         dataset: a map-style or iterable dataset.
         batch_size: samples per batch and rank.
         shuffle: whether each pass over the data has a new order.
+        sampler: draws the order instead: by weights, from a subset, or by a class of yours.
         num_workers: processes that read samples; 0 reads in the process of the rank.
         drop_last: whether to leave out a last batch with fewer samples.
         collate: the import path of a function that makes a batch from a list of samples, or a dict
@@ -62,6 +63,7 @@ class LoaderSection:
     dataset: Component
     batch_size: int = field(metadata={"minimum": 1})
     shuffle: bool = False
+    sampler: Component | None = None
     num_workers: int = field(default=0, metadata={"minimum": 0})
     drop_last: bool = False
     collate: Component | str | None = None

@@ -232,8 +232,6 @@ def test_loader_options_pass_through_and_unknown_ones_do_not() -> None:
     assert loader.pin_memory == torch.cuda.is_available()
     with pytest.raises(TypeError, match="pass seed, not generator"):
         build_loader(Noisy(4), batch_size=2, generator=torch.Generator())
-    with pytest.raises(TypeError, match="no sampler: .*shuffle and seed.*DataLoader"):
-        build_loader(Noisy(4), batch_size=2, sampler=Counting())
     with pytest.raises(TypeError, match="takes no collate_fn: pass collate"):
         build_loader(Noisy(4), batch_size=2, collate_fn=len)
     with pytest.raises(TypeError, match="prefetch_facto"):

@@ -34,8 +34,8 @@ DOORS = {
         ProcessMetric ProgressHook RunInfoHook RunSchedule ScheduleWindow SchedulerHook
         ShardedBatchSampler SpikeError SWAHook SpikeGuardHook Stateful StepBlocksHook SystemHook
         TensorBoardHook TestLoop TextCollator ThroughputHook TimeLimitHook TrackioHook ValLoop
-        WandbHook
-        Warmup WarmupStableDecay build_loader find_checkpoint keep_lists
+        WandbHook Warmup WarmupStableDecay build_loader find_checkpoint keep_lists SubsetSampler
+        WeightedSampler
         list_checkpoints load_checkpoint mix_seed prefetch_to_device prune_checkpoints save_alone
         save_checkpoint seed_rng
     """,
@@ -55,8 +55,8 @@ DOORS = {
         Examination HOOKS HOOK_TYPES LOOPS LaunchSection LoadFromSection LoaderSection METRICS
         MODELS
         MODEL_WRAPPERS OPTIMIZERS MetricSection OPTIM_WRAPPERS ParamwiseSection PARAM_SCHEDULERS
-        Problem Registration Registry RunSections SchedulerSection SetsSection build_from_cfg
-        build_model_from_cfg build_tree causes check_component check_config check_paramwise
+        Problem Registration Registry RunSections SAMPLERS SchedulerSection SetsSection
+        build_from_cfg build_model_from_cfg build_tree causes check_component check_config check_paramwise
         config_from_dict config_schema count_registered_modules get_default did_you_mean
         dump_config examine_config examine_names find_train_step find_transform sets_in
         format_config import_path import_problems is_users_file key_noted_on list_registrations
