@@ -56,7 +56,8 @@ DOORS = {
         MODELS
         MODEL_WRAPPERS OPTIMIZERS MetricSection OPTIM_WRAPPERS ParamwiseSection PARAM_SCHEDULERS
         Problem Registration Registry RunSections SAMPLERS SchedulerSection SetsSection
-        build_from_cfg build_model_from_cfg build_tree causes check_component check_config check_paramwise
+        build_from_cfg build_model_from_cfg build_tree causes check_component
+        check_config check_paramwise
         config_from_dict config_schema count_registered_modules get_default did_you_mean
         dump_config examine_config examine_names find_train_step find_transform sets_in
         format_config import_path import_problems is_users_file key_noted_on list_registrations
