@@ -52,10 +52,12 @@ from .train import EpochTrainLoop, IterTrainLoop
 
 if TYPE_CHECKING:
     from .data.samplers import SubsetSampler, WeightedSampler
+    from .hooks.grad_guard import GradGuardHook
     from .metrics.mean_loss import MeanLoss
 
 # Imported on first use: most runs need none of them.
 _LATER = {
+    "GradGuardHook": ".hooks.grad_guard",
     "MeanLoss": ".metrics.mean_loss",
     "SubsetSampler": ".data.samplers",
     "WeightedSampler": ".data.samplers",
@@ -73,6 +75,7 @@ __all__ = [
     "EpochTrainLoop",
     "EvalSets",
     "FreezeHook",
+    "GradGuardHook",
     "GradNormHook",
     "Hook",
     "HookList",

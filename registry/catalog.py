@@ -59,7 +59,10 @@ METRICS = Registry(
     kind="torchmetrics.Metric",
 )
 LOOPS = Registry("LOOPS", locations=_LOOPS)
-HOOKS = Registry("HOOKS", locations=(*_LOOPS, "stepwrap.diagnostics.ledger_hook"))
+HOOKS = Registry(
+    "HOOKS",
+    locations=(*_LOOPS, "stepwrap.loops.hooks.grad_guard", "stepwrap.diagnostics.ledger_hook"),
+)
 DIST_BACKENDS = Registry(
     "DIST_BACKENDS",
     namespaces=(

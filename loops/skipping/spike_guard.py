@@ -64,69 +64,22 @@ class SpikeError(ArithmeticError):
     """Too many steps in a row are outliers, so that skipping steps does not help."""
 
 
-@HOOKS.register_module()
-class SpikeGuardHook(Hook):
-    """Skip the steps whose loss or gradient norm is an outlier, NaN or infinite.
+class StepGuard(Hook):
+    """Base class of hooks that decide with all ranks, before each update, whether to skip it.
 
-    All ranks decide together before the update. A value is an outlier if it is above ``median +
-    threshold * MAD`` of the last ``window`` steps, without the skipped ones. MAD is the median
-    absolute deviation, but at least 1% of the median; the value of a step is the highest of any
-    rank. After a skipped step, the run continues as if the batches of its accumulation window did
-    not exist; see docs/hooks.md. Each step costs a small collective and waits for the device. The
-    hook adds ``skipped_steps`` to the log records: the number of skipped steps since the last one.
+    After a skipped step, the run continues as if the batches of its accumulation window did not
+    exist. The log records get ``skipped_steps``, the number of skipped steps since the last one.
+    A subclass overrides ``allows``, which calls ``skip``.
 
     Args:
-        threshold: the number of median absolute deviations above the median.
-        window: the number of previous steps that a value is compared with (not an accumulation
-            window).
-        warmup: the number of steps before the first comparison. NaN and infinity are always
-            outliers.
-        watch: "both", "loss" or "grad_norm".
-        before: the number of steps before an outlier to skip as well. The run goes back to the
-            latest checkpoint before them, if there is one.
-        after: the number of steps after an outlier to skip as well.
-        max_in_row: the allowed number of outliers in a row. One more raises SpikeError.
-
-    Raises:
-        ValueError: an argument is not allowed.
-        TypeError: when training starts: there are several optimizers, or one needs a closure.
+        max_in_row: the allowed number of skipped steps in a row.
     """
 
     # Called after the hooks that save or evaluate, which may draw random numbers.
     order = 90
 
-    def __init__(
-        self,
-        *,
-        threshold: float = 20.0,
-        window: int = 128,
-        warmup: int = 32,
-        watch: str = "both",
-        before: int = 0,
-        after: int = 0,
-        max_in_row: int = 10,
-    ) -> None:
-        if not threshold > 0:
-            raise ValueError(f"SpikeGuardHook: threshold must be above 0, got {threshold!r}")
-        if watch not in ("both", *_WATCHED):
-            raise ValueError(
-                f"SpikeGuardHook: watch must be both, loss or grad_norm, got {watch!r}"
-            )
-        if not 2 <= warmup <= window:
-            raise ValueError(
-                f"SpikeGuardHook: warmup must be from 2 to window ({window}), got {warmup!r}"
-            )
-        for name, value in (("before", before), ("after", after), ("max_in_row", max_in_row)):
-            if value < 0:
-                raise ValueError(f"SpikeGuardHook: {name} must be at least 0, got {value!r}")
-        self._around = before, after
+    def __init__(self, max_in_row: int) -> None:
         self._max_in_row = max_in_row
-        self._series = [
-            _Series(name, threshold, warmup, deque(maxlen=window))
-            for name in _WATCHED
-            if watch in ("both", name)
-        ]
-        self._skip_steps: set[int] = set()
         self._in_row = self._count = 0
         self._losses: list[Tensor] = []
         self._refused = False
@@ -137,14 +90,18 @@ class SpikeGuardHook(Hook):
             single = optim.optimizer if isinstance(optim, OptimWrapper) else optim
             kind = "several optimizers" if isinstance(optim, Mapping) else type(single).__name__
             raise TypeError(
-                "SpikeGuardHook needs one OptimWrapper with an optimizer that takes no closure, "
-                f"got {kind}; use train.skip_steps to skip steps of other optimizers"
+                f"{type(self).__name__} needs one OptimWrapper with an optimizer that takes no "
+                f"closure, got {kind}; use train.skip_steps to skip steps of other optimizers"
+            )
+        if optim.guard not in (None, self):
+            raise TypeError(
+                f"{type(self).__name__} and {type(optim.guard).__name__} exclude each other, since "
+                "both decide on updates: remove one of them; SpikeGuardHook also skips steps with "
+                "NaN or infinity"
             )
         self._state, optim.guard = state, self
         self._losses, self._refused = [], False
         self._undo = window_restorer(state)
-        if self._skip_steps or any(self._around):
-            state.request_skips(self._skip_steps)
 
     def on_epoch_start(self, state: LoopState) -> None:
         self.on_save_point(state)
@@ -177,6 +134,90 @@ class SpikeGuardHook(Hook):
         if optim_features(state.optim_wrapper).guard is self:
             state.optim_wrapper.guard = None
 
+    def note(self, loss: Tensor) -> None:
+        """Record the loss of a micro-batch."""
+        self._losses.append(loss)
+
+    def skip(self) -> None:
+        """Mark the step as skipped; ``allows`` must return False then."""
+        self._state.skipped = self._refused = True
+
+    def take_losses(self) -> list[Tensor]:
+        """Return the losses of the window, and begin the next one."""
+        losses, self._losses, self._state.skipped = self._losses, [], False
+        return losses
+
+    def allows(self, optim_wrapper: OptimWrapper) -> bool:
+        """Return whether to update, the same on all ranks; every rank must call this."""
+        raise NotImplementedError
+
+
+@HOOKS.register_module()
+class SpikeGuardHook(StepGuard):
+    """Skip the steps whose loss or gradient norm is an outlier, NaN or infinite.
+
+    All ranks decide together before the update. A value is an outlier if it is above ``median +
+    threshold * MAD`` of the last ``window`` steps, without the skipped ones. MAD is the median
+    absolute deviation, but at least 1% of the median; the value of a step is the highest of any
+    rank. After a skipped step, the run continues as if the batches of its accumulation window did
+    not exist; see docs/hooks.md. Each step costs a small collective and waits for the device. The
+    hook adds ``skipped_steps`` to the log records: the number of skipped steps since the last one.
+
+    Args:
+        threshold: the number of median absolute deviations above the median.
+        window: the number of previous steps that a value is compared with (not an accumulation
+            window).
+        warmup: the number of steps before the first comparison. NaN and infinity are always
+            outliers.
+        watch: "both", "loss" or "grad_norm".
+        before: the number of steps before an outlier to skip as well. The run goes back to the
+            latest checkpoint before them, if there is one.
+        after: the number of steps after an outlier to skip as well.
+        max_in_row: the allowed number of outliers in a row. One more raises SpikeError.
+
+    Raises:
+        ValueError: an argument is not allowed.
+        TypeError: when training starts: there are several optimizers, or one needs a closure.
+    """
+
+    def __init__(
+        self,
+        *,
+        threshold: float = 20.0,
+        window: int = 128,
+        warmup: int = 32,
+        watch: str = "both",
+        before: int = 0,
+        after: int = 0,
+        max_in_row: int = 10,
+    ) -> None:
+        if not threshold > 0:
+            raise ValueError(f"SpikeGuardHook: threshold must be above 0, got {threshold!r}")
+        if watch not in ("both", *_WATCHED):
+            raise ValueError(
+                f"SpikeGuardHook: watch must be both, loss or grad_norm, got {watch!r}"
+            )
+        if not 2 <= warmup <= window:
+            raise ValueError(
+                f"SpikeGuardHook: warmup must be from 2 to window ({window}), got {warmup!r}"
+            )
+        for name, value in (("before", before), ("after", after), ("max_in_row", max_in_row)):
+            if value < 0:
+                raise ValueError(f"SpikeGuardHook: {name} must be at least 0, got {value!r}")
+        super().__init__(max_in_row)
+        self._around = before, after
+        self._series = [
+            _Series(name, threshold, warmup, deque(maxlen=window))
+            for name in _WATCHED
+            if watch in ("both", name)
+        ]
+        self._skip_steps: set[int] = set()
+
+    def on_train_start(self, state: LoopState) -> None:
+        super().on_train_start(state)
+        if self._skip_steps or any(self._around):
+            state.request_skips(self._skip_steps)
+
     def state_dict(self) -> dict[str, Any]:
         accepted = {series.name: list(series.accepted) for series in self._series}
         # "made" has the accepted values and "left_out" the steps to skip; the keys are older names.
@@ -190,18 +231,12 @@ class SpikeGuardHook(Hook):
         self._skip_steps |= set(state["left_out"])
         self._count = state["count"]
 
-    def note(self, loss: Tensor) -> None:
-        """Record the loss of a micro-batch."""
-        self._losses.append(loss)
-
     def allows(self, optim_wrapper: OptimWrapper) -> bool:
-        """Return whether to update: True if no rank has an outlier; every rank must call this."""
-        state, losses = self._state, self._losses
-        self._losses, state.skipped = [], False
+        state, losses = self._state, self.take_losses()
         if not state.together:
             return True
         names = [series.name for series in self._series]
-        columns = list(zip(*_group_by_rank(_measured(names, losses, optim_wrapper)), strict=True))
+        columns = list(zip(*group_by_rank(_measured(names, losses, optim_wrapper)), strict=True))
         pairs = list(zip(self._series, columns, strict=True))
         reasons = {series.name: text for series, values in pairs if (text := series.judge(values))}
         if reasons.keys() == {"grad_norm"} and _overflows(optim_wrapper, columns[-1]):
@@ -238,7 +273,7 @@ class SpikeGuardHook(Hook):
             raise Rollback(f"{reason}; going back to {path}", restore=checkpoint.restore)
         if before and get_rank() == 0:
             logger.warning("there is no checkpoint before step %d to go back to", step - before)
-        state.skipped = self._refused = True
+        self.skip()
 
 
 def _measured(
@@ -256,7 +291,7 @@ def _measured(
     return torch.stack([value.to(device, measured[-1].dtype) for value in measured])
 
 
-def _group_by_rank(values: Tensor) -> list[list[float]]:
+def group_by_rank(values: Tensor) -> list[list[float]]:
     """Return the values of all ranks, exchanged in one small collective."""
     if not distributed_available() or get_world_size() == 1:
         return [values.tolist()]

@@ -19,6 +19,7 @@ HOOK_TYPES = {
     "grad_norm": "GradNormHook",
     "nan_guard": "NanGuardHook",
     "spike_guard": "SpikeGuardHook",
+    "grad_guard": "GradGuardHook",
     "profile": "ProfileHook",
     "step_blocks": "StepBlocksHook",
     "system": "SystemHook",

@@ -187,7 +187,8 @@ def test_a_run_on_one_three_and_two_ranks_equals_plain_pytorch(
 ) -> None:
     orders = list(plain_orders(make_sampler(kind)))
     per_epoch = -(-len(orders[0]) // GLOBAL_BATCH)
-    stages = [(1, 1), (3, per_epoch + 1), (2, None)]
+    # In the middle of an epoch, at its end, and in the middle.
+    stages = [(1, 1), (3, per_epoch), (1, 2 * per_epoch - 1), (2, None)]
     seen, weights = train_in_stages({"sampler": Make(kind)}, tmp_path, stages, wrapper=wrapper)
     updates = [
         order[start : start + GLOBAL_BATCH]

@@ -293,6 +293,25 @@ def test_the_example_of_stochastic_weight_averaging(tmp_path: Path) -> None:
     assert swa["count"] == 3
 
 
+def test_the_example_of_gradients_that_are_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (example,) = blocks(section(page("hooks"), "grad_guard: GradGuardHook"), "yaml")
+    Path("broken_digits.py").write_text(
+        "from stepwrap.configs.digits import Digits\nclass Broken(Digits):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.images[70] = float('nan')\n"
+    )
+    data = "data: {train: {dataset: {_delete_: true, type: broken_digits.Broken}, shuffle: false}}"
+    Path("guarded.yaml").write_text(f"_base_: digits_single\n{data}\n{example}")
+    words = ["limit_batches=4", "train.max_epochs=1", "train.log_every_steps=4"]
+    assert main(["train", "guarded.yaml", *words, "data.train.in_memory=true"]) == 0
+    record = json.loads(Path("runs/digits_single/metrics.jsonl").read_text().splitlines()[0])
+    assert (record["step"], record["skipped_steps"]) == (4, 1)
+    assert record["loss"] > 0
+
+
 def test_the_page_on_schedules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

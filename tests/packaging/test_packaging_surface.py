@@ -35,7 +35,7 @@ DOORS = {
         ShardedBatchSampler SpikeError SWAHook SpikeGuardHook Stateful StepBlocksHook SystemHook
         TensorBoardHook TestLoop TextCollator ThroughputHook TimeLimitHook TrackioHook ValLoop
         WandbHook Warmup WarmupStableDecay build_loader find_checkpoint keep_lists SubsetSampler
-        WeightedSampler
+        WeightedSampler GradGuardHook
         list_checkpoints load_checkpoint mix_seed prefetch_to_device prune_checkpoints save_alone
         save_checkpoint seed_rng
     """,

@@ -60,8 +60,14 @@ def _weighted_orders() -> list[list[int]]:
     return [[*WeightedRandomSampler(weights, SAMPLES, generator=each)] for each in generators]
 
 
+def read_labels() -> list[int]:
+    labels: list[int] = Points().tensors[1].tolist()
+    return labels
+
+
 CASES: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
     "weighted": ({"type": "weighted"}, _weighted_orders()),
+    "labels": ({"type": "weighted", "labels": {"type": f"{HERE}.read_labels"}}, _weighted_orders()),
     "yours": (
         {"type": f"{HERE}.Growing", "seed": 5, "factor": 3},
         [random.Random(15 + n).sample(range(SAMPLES), SAMPLES) for n in (1, 2)],
@@ -71,7 +77,10 @@ CASES: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
 
 @pytest.mark.parametrize(
     ("name", "wrapper"),
-    [("weighted", "ddp"), *slow(("yours", "ddp"), ("weighted", "fsdp"), ("yours", "fsdp"))],
+    [
+        ("weighted", "ddp"),
+        *slow(("yours", "ddp"), ("labels", "ddp"), ("weighted", "fsdp"), ("yours", "fsdp")),
+    ],
 )
 def test_a_config_trains_on_two_three_and_one_ranks_as_plain_pytorch(
     name: str, wrapper: str, tmp_path: Path
