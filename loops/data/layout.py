@@ -34,11 +34,13 @@ class _Update:
         equal: whether all ranks must have equally many samples, since their mean losses have equal
             weights.
         only: the only allowed number of batches on each rank; None for any.
+        unit: "samples", or "batches" that are not divided.
     """
 
     size: int
     equal: bool
     only: int | None
+    unit: str = "samples"
 
     def batches(self, ranks: int, batch_size: int) -> int | None:
         """Return the smallest possible number of batches on each rank; None if there is none."""
@@ -56,16 +58,17 @@ class _Update:
         counts = [str(n) for n in range(1, self.size + 1) if self.batches(n, batch_size)]
         more = ", ..." if len(counts) > _SHOWN else ""
         remedies = [f"{', '.join(counts[:_SHOWN])}{more} as the number of ranks"] if counts else []
+        is_divided = self.unit == "samples"
         sizes = (n for n in range(batch_size + 1, self.size + 1) if self.batches(ranks, n))
-        if (larger := next(sizes, None)) is not None:
+        if is_divided and (larger := next(sizes, None)) is not None:
             remedies.append(f"batch_size >= {larger} with {ranks}")
         if self.equal:
             remedies.append("optim_wrapper.loss_weight: samples, with any number of ranks")
         suffix = "" if self.only is None else f" in {self.only} batches of each rank"
+        batch = f" with batch_size {batch_size}" if is_divided else ""
         return (
-            f"an update of this run has {self.size} samples, which {ranks} ranks with batch_size "
-            f"{batch_size} cannot share{' equally' if self.equal else ''}{suffix}. Use "
-            f"{'; or '.join(remedies)}"
+            f"an update of this run has {self.size} {self.unit}, which {ranks} ranks{batch} cannot "
+            f"share{' equally' if self.equal else ''}{suffix}. Use {'; or '.join(remedies)}"
         )
 
 
@@ -93,7 +96,7 @@ def split_into_updates(state: LoopState, loader: Iterable[Any]) -> None:
     most = saved["samples"] if weighted else saved["length"]
     epoch_samples = min(saved["length"], most) if is_same_data else None
     only = _fixed_count(state, saved, weighted)
-    update = _Update(saved["global_batch"], equal=not weighted, only=only)
+    update = _Update(saved["global_batch"], equal=not weighted, only=only, unit=sampler.unit)
     count = update.batches(sampler.world_size, sampler.batch_size)
     if count is None:
         raise ValueError(update.error_message(sampler.world_size, sampler.batch_size))
@@ -184,16 +187,20 @@ def _warn_of_changes(sampler: ShardedBatchSampler, saved: Mapping[str, int], win
     if sampler.global_batch != sampler.batch_size * sampler.world_size * window:
         count, ranks = sampler.micro_batches, sampler.world_size
         size = -(-sampler.global_batch // (count * ranks))
+        sizes = (
+            f", and a batch has up to {size} samples on each of {ranks} ranks "
+            f"(data.train.batch_size is {sampler.batch_size})"
+        )
         logger.warning(
-            "an update keeps its %d samples: accumulative_counts is now %d, and a batch has up to "
-            "%d samples on each of %d ranks (data.train.batch_size is %d)",
-            *(sampler.global_batch, count, size, ranks, sampler.batch_size),
+            "an update keeps its %d %s: accumulative_counts is now %d%s",
+            *(sampler.global_batch, sampler.unit, count),
+            sizes if sampler.unit == "samples" else "",
         )
     if sampler.padded_samples > sampler.epoch_samples:
         logger.warning(
-            "the last update of an epoch has %d samples, which the ranks cannot share equally, so "
+            "the last update of an epoch has %d %s, which the ranks cannot share equally, so "
             "that some are repeated; set optim_wrapper.loss_weight=samples to avoid this",
-            saved["length"] % sampler.global_batch,
+            *(saved["length"] % sampler.global_batch, sampler.unit),
         )
 
 

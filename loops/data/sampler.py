@@ -67,12 +67,14 @@ class SampleOrder:
             )
         if not len(sampler):
             raise ValueError(f"{get_name(sampler)} yields no samples")
-        self._listeners = [part for part in _parts(sampler) if hasattr(part, "set_epoch")]
-        self.is_pure = bool(self._listeners) or all(map(_has_no_state, _parts(sampler)))
-        # The epoch that was drawn last, and its samples or batches.
+        self._listeners = [
+            inner for inner in _nested_samplers(sampler) if hasattr(inner, "set_epoch")
+        ]
+        self.is_pure = bool(self._listeners) or all(map(_has_no_state, _nested_samplers(sampler)))
+        # The epoch that was drawn last, its samples, and the sizes of its batches.
         self.epoch = -1
-        self._drawn: list[Any] = []
         self._indices = torch.empty(0, dtype=torch.int64)
+        self._sizes: list[int] = []
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -81,34 +83,32 @@ class SampleOrder:
         """Return the indices of the samples, or the numbers of the batches, of an epoch.
 
         Raises:
-            TypeError: the sampler yields something that is no index.
+            TypeError: an entry of the sampler is not an integer or a list of integers.
             ValueError: it yields another number of samples than its length says, or an index that
                 the data set does not have.
         """
         if epoch != self.epoch:
             if not self.is_pure and epoch > self.epoch + 1:
                 self._repeat(range(self.epoch + 1, epoch))
-            self._drawn = self._list(epoch)
-            self.epoch = epoch
-            flat = list(itertools.chain(*self._drawn)) if self.batched else self._drawn
-            self._indices = torch.tensor(flat, dtype=torch.int64)
+            drawn = self._list(epoch)
+            self._sizes = list(map(len, drawn)) if self.batched else []
+            indices = list(itertools.chain(*drawn)) if self.batched else drawn
+            self._indices, self.epoch = torch.tensor(indices, dtype=torch.int64), epoch
             self._check()
-        return torch.arange(len(self._drawn)) if self.batched else self._indices
+        return torch.arange(len(self._sizes)) if self.batched else self._indices
 
     def find_samples(self, epoch: int, drawn: Tensor) -> Tensor:
-        """Return the indices of the samples in a part of what ``draw`` has returned."""
-        if not self.batched:
-            return drawn
+        """Return the indices of the samples in some batches that ``draw`` has returned."""
         self.draw(epoch)
-        samples = itertools.chain.from_iterable(self._drawn[number] for number in drawn.tolist())
-        return torch.tensor(list(samples), device=drawn.device)
+        batches = torch.split(self._indices, self._sizes)
+        return torch.cat([batches[number] for number in drawn.tolist()]).to(drawn.device)
 
     def digest(self, epoch: int) -> int:
         """Return a number that is equal for equal orders of an epoch."""
         self.draw(epoch)
         hashed = hashlib.blake2b(self._indices.numpy().tobytes(), digest_size=8)
         if self.batched:
-            hashed.update(repr([len(batch) for batch in self._drawn]).encode())
+            hashed.update(repr(self._sizes).encode())
         return int.from_bytes(hashed.digest(), "big") >> 1
 
     def _repeat(self, epochs: range) -> None:
@@ -166,7 +166,7 @@ class SampleOrder:
             )
 
 
-def _parts(sampler: Any) -> Iterator[Any]:
+def _nested_samplers(sampler: Any) -> Iterator[Any]:
     """Yield a sampler and, if it is a batch sampler, the sampler in it."""
     while sampler is not None:
         yield sampler
@@ -329,6 +329,11 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self._known: tuple[int, Tensor] | None = None
 
     @property
+    def unit(self) -> str:
+        """What is divided among the ranks, "samples" or "batches"."""
+        return "batches" if self.order is not None and self.order.batched else "samples"
+
+    @property
     def batches(self) -> int:
         """Batches in an epoch, on the rank with the most batches."""
         full = self.epoch_samples // self.global_batch
@@ -363,7 +368,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
     def get_indices(self, epoch: int, batch: int) -> list[int]:
         """Return the sample indices of a batch of this rank."""
         drawn = self._samples(epoch)[self._rank_positions(batch)]
-        if self.order is not None:
+        if self.order is not None and self.order.batched:
             drawn = self.order.find_samples(epoch, drawn)
         indices: list[int] = drawn.tolist()
         return indices
@@ -377,7 +382,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
     def rows(self, device: torch.device | None = None) -> Iterator[Tensor]:
         """Return the batches of an iteration as index tensors on ``device``, by default the CPU."""
         drawn = itertools.chain.from_iterable(self._batch_groups(self._epoch, self._first, device))
-        if self.order is None:
+        if self.order is None or not self.order.batched:
             return drawn
         return map(self.order.find_samples, itertools.repeat(self._epoch), drawn)
 

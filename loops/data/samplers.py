@@ -26,7 +26,7 @@ _MOST_WEIGHTS = 2**24
 class WeightedSampler(WeightedRandomSampler):
     """Draw samples with a probability in proportion to their weights.
 
-    The draws are those of ``torch.utils.data.WeightedRandomSampler``.
+    It draws like ``torch.utils.data.WeightedRandomSampler``.
 
     Args:
         dataset: a map-style data set.
@@ -41,7 +41,7 @@ class WeightedSampler(WeightedRandomSampler):
         replacement: whether a sample may be drawn several times in an epoch.
 
     Raises:
-        TypeError: a weight is no number.
+        TypeError: a weight is not a number.
         ValueError: the weights do not fit the data set, or its labels cannot be read.
     """
 
@@ -73,7 +73,7 @@ class WeightedSampler(WeightedRandomSampler):
         if size > _MOST_WEIGHTS:
             raise ValueError(
                 f"torch draws from at most {_MOST_WEIGHTS} weights, got {size}: draw from groups "
-                "of samples, by a sampler of your own"
+                "of samples, by your own sampler"
             )
         super().__init__(numbers.tolist(), count, replacement)
 
@@ -133,9 +133,9 @@ class SubsetSampler(Sampler[int]):
 def _parse_ranges(text: str) -> list[int]:
     indices: list[int] = []
     for entry in text.split(","):
-        first, _, last = entry.partition("-")
+        begin, _, end = entry.partition("-")
         try:
-            indices += range(int(first), int(last or first) + 1)
+            indices += range(int(begin), int(end or begin) + 1)
         except ValueError as error:
             raise ValueError(f'indices must be like "0-99, 150", got {text!r}') from error
     return indices
@@ -145,9 +145,9 @@ def _sample_weights(dataset: Any, weights: Any, labels: Any) -> list[float]:
     """Return the weight of each sample."""
     if isinstance(weights, str) and weights != _BALANCED:
         column = _find_column(dataset, weights)
-        return _read_numbers(dataset, weights) if column is None else _to_list(column)
+        return _read_numbers(dataset, weights) if column is None else _list_values(column)
     if not isinstance(weights, str | Mapping):
-        weights = _to_list(weights)
+        weights = _list_values(weights)
         if len(weights) == len(dataset):
             return [float(weight) for weight in weights]
     classes = read_labels(dataset, labels)
@@ -155,7 +155,7 @@ def _sample_weights(dataset: Any, weights: Any, labels: Any) -> list[float]:
     if isinstance(weights, str):
         weights = {name: 1 / count for name, count in counts.items()}
     elif not isinstance(weights, Mapping):
-        weights = _by_class(weights, counts, len(dataset))
+        weights = _class_weights(weights, counts, len(dataset))
     names = [str(name) for name in counts]
     for name in weights:
         if name not in counts:
@@ -169,7 +169,7 @@ def _sample_weights(dataset: Any, weights: Any, labels: Any) -> list[float]:
     return [float(weights[name]) for name in classes]
 
 
-def _by_class(weights: list[Any], counts: Mapping[Any, int], size: int) -> dict[Any, Any]:
+def _class_weights(weights: list[Any], counts: Mapping[Any, int], size: int) -> dict[Any, Any]:
     if set(counts) <= set(range(len(weights))) and max(counts) == len(weights) - 1:
         return {name: weight for name, weight in enumerate(weights) if name in counts}
     raise ValueError(
@@ -192,7 +192,7 @@ def read_labels(dataset: Any, labels: str | Sequence[Any] | None = None) -> list
             usual name.
 
     Raises:
-        ValueError: there are no labels, or not one for each sample.
+        ValueError: labels are missing, or some samples have none.
     """
     remedy = (
         "set labels to the attribute or column with the class of each sample, or to a list of the "
@@ -216,7 +216,7 @@ def read_labels(dataset: Any, labels: str | Sequence[Any] | None = None) -> list
             )
     else:
         column = labels
-    classes = _to_list(column)
+    classes = _list_values(column)
     if len(classes) != len(dataset):
         raise ValueError(
             f"labels must have one entry for each of the {len(dataset)} samples of "
@@ -224,7 +224,7 @@ def read_labels(dataset: Any, labels: str | Sequence[Any] | None = None) -> list
         )
     if any(isinstance(name, list | dict) for name in classes):
         raise ValueError(
-            f"labels must be one class for each sample, but those of {get_name(dataset)} are "
+            f"labels must be one class for each sample, but the labels of {get_name(dataset)} are "
             "lists; pass one weight for each sample"
         )
     return classes
@@ -245,19 +245,20 @@ def _find_column(dataset: Any, name: str | None) -> Any:
     if isinstance(dataset, ConcatDataset):
         columns = [_find_column(inner, name) for inner in dataset.datasets]
         has_all = all(column is not None for column in columns)
-        return list(itertools.chain(*map(_to_list, columns))) if has_all else None
+        return list(itertools.chain(*map(_list_values, columns))) if has_all else None
     if name is None:
         tensors = getattr(dataset, "tensors", None)
-        last = tensors[-1] if isinstance(tensors, tuple | list) and tensors else None
-        is_labels = isinstance(last, Tensor) and last.ndim == 1 and not last.is_floating_point()
-        return last if is_labels else None
+        labels = tensors[-1] if isinstance(tensors, tuple | list) and tensors else None
+        if not isinstance(labels, Tensor) or labels.ndim != 1 or labels.is_floating_point():
+            return None
+        return labels
     if name in (getattr(dataset, "column_names", None) or ()):
         # A data set of Hugging Face, whose format may convert the values.
         return dataset.with_format(None)[name]
     return getattr(dataset, name, None)
 
 
-def _to_list(column: Any) -> list[Any]:
+def _list_values(column: Any) -> list[Any]:
     if hasattr(column, "tolist"):
         listed: list[Any] = column.tolist()
         return listed
@@ -275,5 +276,5 @@ def _read_numbers(dataset: Any, path: str) -> list[float]:
     if path.endswith(".npy"):
         import numpy
 
-        return _to_list(numpy.load(path, allow_pickle=False))
+        return _list_values(numpy.load(path, allow_pickle=False))
     return [float(number) for number in Path(path).read_text(encoding="utf-8").split()]

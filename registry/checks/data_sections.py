@@ -17,7 +17,7 @@ from .schema import PER_RANK, DataSection, LoaderSection, SetsSection
 from .typed import check_section
 
 LOADERS = ("train", "val", "test")
-# What a run supplies to samplers.
+# The arguments that a run supplies to samplers.
 _SUPPLIED = ("dataset", "data_source", "seed", "shuffle", "rank", "num_replicas", "world_size")
 _SETTINGS = tuple(field.name for field in fields(LoaderSection))
 _REQUIRED = ("dataset", "batch_size")
@@ -180,11 +180,11 @@ def _loader_checks(loader: Any, where: str) -> Iterator[Problem | Later]:
 def taken_by_sampler(sampler: Mapping[str, Any]) -> list[str]:
     """Return the arguments that a run supplies to a sampler: those that it takes and lacks."""
     try:
-        taken = get_parameters(find_component(sampler, SAMPLERS))
+        parameters = get_parameters(find_component(sampler, SAMPLERS))
     except (KeyError, TypeError):
         # The check of the section reports it.
         return []
-    return [name for name in _SUPPLIED if name in taken and name not in sampler]
+    return [name for name in _SUPPLIED if name in parameters and name not in sampler]
 
 
 def _sampler_problems(loader: Mapping[str, Any], where: str) -> Iterator[Problem]:

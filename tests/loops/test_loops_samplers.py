@@ -126,8 +126,8 @@ def train(
     """Resume from the latest checkpoint, train until update `stop` and save, on every rank."""
     model = wrapped(wrapper, SupervisedModel(make_net(), nn.CrossEntropyLoss()))
     state, follow = LoopState(model, OptimWrapper(make_optimizer(model))), Follow(stop)
-    made = {name: make() for name, make in options.items() if callable(make)}
-    loader = build_loader(make_data(SAMPLES), train=True, seed=SEED, **{**options, **made})
+    samplers = {name: make() for name, make in options.items() if callable(make)}
+    loader = build_loader(make_data(SAMPLES), train=True, seed=SEED, **{**options, **samplers})
     loop = EpochTrainLoop(loader, max_epochs=EPOCHS, log_every_steps=1000)
     path = find_checkpoint(folder)
     if path is not None:
@@ -213,6 +213,13 @@ def test_batches_stay_whole_on_two_one_and_two_ranks(kind: str, tmp_path: Path) 
     seen, weights = train_in_stages({"batch_sampler": Make(kind, 3)}, tmp_path, stages)
     assert seen == [Counter(index for batch in update for index in batch) for update in updates]
     assert largest_difference(weights, plain_weights(updates)) <= 1e-12
+
+
+def test_batches_that_ranks_cannot_share_are_an_error(tmp_path: Path) -> None:
+    options = {"batch_sampler": Make("weighted", 3)}
+    run_ranks(train, 2, options, tmp_path, 1)
+    with pytest.raises(RanksError, match="has 2 batches, which 3 ranks cannot.*Use 1, 2 as"):
+        run_ranks(train, 3, options, tmp_path, None)
 
 
 def test_weighted_draws_equal_those_of_torchs_sampler() -> None:
@@ -404,8 +411,8 @@ def test_weights_by_class_and_by_sample(tmp_path: Path) -> None:
     for weights in ([2, 1], {0: 2, 1: 1}, by_class, torch.tensor(by_class), file):
         assert WeightedSampler(data, weights).weights.tolist() == by_class
     assert WeightedSampler(data, "importance").weights.tolist() == [0, 1, 2, 3, 4, 5]
-    few = WeightedSampler(data, num_samples=4, replacement=False)
-    assert (len(few), len(set(few))) == (4, 4)
+    unrepeated = WeightedSampler(data, num_samples=4, replacement=False)
+    assert (len(unrepeated), len(set(unrepeated))) == (4, 4)
 
 
 def test_a_share_of_a_data_set_is_chosen_by_its_seed() -> None:

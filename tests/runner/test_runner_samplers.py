@@ -57,7 +57,9 @@ def _weighted_orders() -> list[list[int]]:
     labels = Points().tensors[1].tolist()
     weights = [1 / labels.count(label) for label in labels]
     generators = [torch.Generator().manual_seed(mix_seed(0, epoch)) for epoch in range(EPOCHS)]
-    return [[*WeightedRandomSampler(weights, SAMPLES, generator=each)] for each in generators]
+    return [
+        [*WeightedRandomSampler(weights, SAMPLES, generator=generator)] for generator in generators
+    ]
 
 
 def read_labels() -> list[int]:
@@ -93,6 +95,22 @@ def test_a_config_trains_on_two_three_and_one_ranks_as_plain_pytorch(
     for weights, step in results:
         assert (weights - _plain(orders)).abs().max().item() <= 1e-12
         assert step == 8
+
+
+def test_a_distributed_sampler_gets_the_ranks_of_the_run(tmp_path: Path) -> None:
+    """Its draws are not divided once more."""
+    name = "torch.utils.data.DistributedSampler"
+    assert run_ranks(draw_first_epoch, 2, {"type": name, "shuffle": False}) == [
+        list(range(0, SAMPLES, 2)),
+        list(range(1, SAMPLES, 2)),
+    ]
+
+
+def draw_first_epoch(sampler: dict[str, Any]) -> list[int]:
+    config = settings({"type": "ddp"})
+    config["data"]["train"]["sampler"] = sampler
+    loader = build_parts(read_sections(config)).train_loop.dataloader
+    return [index for batch in loader.batch_sampler for index in batch]
 
 
 def test_a_subset_is_shuffled_if_the_loader_is(tmp_path: Path) -> None:
@@ -147,7 +165,7 @@ def test_mistakes_name_the_line_before_a_process_starts(
         n for n, line in enumerate(text.splitlines()) if texts[0].partition(".")[0] + ":" in line
     )
     assert f"sampled.yaml:{number}: data.train.{texts[0]}" in shown
-    assert [wanted for wanted in texts if wanted not in shown] == []
+    assert [text for text in texts if text not in shown] == []
 
 
 def test_a_config_with_a_sampler_is_written_as_it_was(run: Path) -> None:
