@@ -55,6 +55,11 @@ class WeightedSampler(WeightedRandomSampler):
         replacement: bool = True,
     ) -> None:
         size = len(dataset)
+        if size > _MOST_WEIGHTS:
+            raise ValueError(
+                f"torch draws from at most {_MOST_WEIGHTS} weights, got {size}: draw from groups "
+                "of samples, by your own sampler"
+            )
         numbers = torch.tensor(_sample_weights(dataset, weights, labels), dtype=torch.float64)
         if len(numbers) != size:
             raise ValueError(
@@ -69,11 +74,6 @@ class WeightedSampler(WeightedRandomSampler):
             raise ValueError(
                 f"num_samples must be at most {positive}, the number of samples with a weight, "
                 f"since replacement is false, got {count}"
-            )
-        if size > _MOST_WEIGHTS:
-            raise ValueError(
-                f"torch draws from at most {_MOST_WEIGHTS} weights, got {size}: draw from groups "
-                "of samples, by your own sampler"
             )
         super().__init__(numbers.tolist(), count, replacement)
 

@@ -449,6 +449,7 @@ DATA, IMBALANCED = make_data(SAMPLES), Labelled(targets=CLASSES)
         (lambda: WeightedSampler(IMBALANCED, labels=[0, 1]), ValueError, "6 samples, got 2"),
         (lambda: WeightedSampler(Labelled()), ValueError, "targets, labels, set labels to"),
         (lambda: WeightedSampler(Labelled(y=[[0, 1]] * 6)), ValueError, "one class for each"),
+        (lambda: WeightedSampler(range(2**24 + 1)), ValueError, "16777216, got 16777217"),
         (lambda: WeightedSampler(IMBALANCED, [0.0] * 6), ValueError, "not all of them 0"),
         (lambda: WeightedSampler(IMBALANCED, [1.0, -1, 1, 1, 1, 1]), ValueError, "0 or more"),
         (
