@@ -325,13 +325,13 @@ def test_an_unknown_scope_is_a_config_error(scoped: Path) -> None:
         assert "mine" in problem.what
 
 
-def test_the_sampler_of_a_section_names_what_works(run: Path) -> None:
-    """Also a sampler next to the sets of a validation, and other arguments of torch's loader."""
-    sampler = "{type: torch.utils.data.WeightedRandomSampler, weights: [1], num_samples: 1}"
+def test_the_batch_sampler_of_a_section_names_what_works(run: Path) -> None:
+    """Also next to the sets of a validation, and other arguments of torch's loader."""
+    sampler = "{type: torch.utils.data.BatchSampler, batch_size: 1}"
     for name in ("train", "val"):
-        text = complaint(run, f"data: {{{name}: {{sampler: {sampler}}}}}")
-        assert re.search(rf"run\.yaml:3: data\.{name}\.sampler: .*no such setting", text)
-        assert "set shuffle and seed" in text
+        text = complaint(run, f"data: {{{name}: {{batch_sampler: {sampler}}}}}")
+        assert re.search(rf"run\.yaml:3: data\.{name}\.batch_sampler: .*no such setting", text)
+        assert "set batch_size, shuffle and seed" in text
         assert "{type: my_module.make_loader}" in text
         assert "several by name" not in text
     text = complaint(run, "data: {train: {generator: 3}}")
