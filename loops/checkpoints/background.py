@@ -120,6 +120,9 @@ class CheckpointWriter:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.warning("gave up a checkpoint that was not complete after %.0f s", timeout_s)
+        elif isinstance(self._error, CollectiveError):
+            # The error that ended the training says which rank is missing.
+            logger.warning("a checkpoint was not completed, because another rank has ended")
         elif self._error is not None:
             logger.warning("%s", self._failure_text())
         elif own_rank() == 0:

@@ -253,7 +253,7 @@ def test_the_launcher_waits_for_a_save_after_an_error(
     state.stateful["hooks.lists"] = ListsLaunchFolder()  # type: ignore[assignment]
     with pytest.raises(OSError, match="disk"):
         train(state, [CheckpointHook(), failing(OSError("disk"), step=3)])
-    assert ListsLaunchFolder.seen == ["saving_0"]
+    assert ListsLaunchFolder.seen == ["saving_checkpoint_0"]
     assert list(folder.iterdir()) == []
 
 

@@ -108,7 +108,8 @@ def test_all_problems_come_at_once_with_their_places(good: str, write: Write) ->
         r"bad.yaml:8: optimizer.lrr: AdamW .*no such argument.*did you mean lr\?",
         "bad.yaml:10: hooks.progres: .*type.*progress, log, checkpoint, throughput, "
         "early_stop, ema, swa, grad_norm, nan_guard, spike_guard, grad_guard, profile, "
-        "step_blocks, system, time_limit, tensorboard, wandb, mlflow, ledger, run_info .*default.*"
+        "step_blocks, system, time_limit, tensorboard, wandb, mlflow, trackio, ledger, "
+        "run_info .*default.*"
         r"did you mean progress\?",
         "override launch.nproc=0: launch.nproc: must .* 1, got 0",
     ]

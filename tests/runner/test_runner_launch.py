@@ -557,7 +557,8 @@ def test_a_run_restarted_by_torchrun_continues_from_its_last_checkpoint(
     """The resume is exact; the last rank dies."""
     write_run(tmp_path)
     words = [f"data.train.dataset.bad_rank={ranks - 1}", f"hooks.checkpoint.every_steps={saved}"]
-    words += ["data.train.dataset.deadly=true", start]
+    # The checkpoint is complete before the rank dies.
+    words += ["data.train.dataset.deadly=true", "hooks.checkpoint.background=false", start]
     done = torchrun(tmp_path, *LAST, *words, restarts=2, nproc=ranks)
     assert done.returncode == 0, done.stderr
     assert f"continuing from run/checkpoints/step_0000000{saved}, step {saved}" in done.stderr

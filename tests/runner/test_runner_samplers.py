@@ -145,7 +145,7 @@ def test_limits_of_a_run_apply_to_samplers(run: Path, limit: str) -> None:
         ("sampler: {type: weighted, labels: label}", ["sampler", "mean labels"]),
         ("sampler: {type: subset, indices: 0-48}", ["sampler", "0 to 47"]),
         (
-            "dataset: {_delete_: true, type: streams.Stream}\n"
+            "dataset: {_delete_: true, type: endless.Stream}\n"
             "    sampler: {type: subset, share: 1}",
             ["sampler", "Stream is read in its own order"],
         ),
@@ -155,7 +155,7 @@ def test_mistakes_name_the_line_before_a_process_starts(
     lines: str, texts: list[str], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = "from torch.utils.data import IterableDataset\nclass Stream(IterableDataset): pass\n"
-    (run / "streams.py").write_text(code)
+    (run / "endless.py").write_text(code)
     plain = "" if "shuffle" in lines else "    shuffle: false\n"
     text = f"_base_: points.yaml\nimports: [points.py]\ndata:\n  train:\n{plain}    {lines}\n"
     (run / "sampled.yaml").write_text(text)
