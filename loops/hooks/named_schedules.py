@@ -10,7 +10,14 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    PolynomialLR,
+)
 
 from ...registry import PARAM_SCHEDULERS
 from ..schedule import positive
@@ -339,8 +346,30 @@ class InverseSqrtDecay(RunSchedule):
         return math.sqrt(timescale / (timescale + step))
 
 
+class _DecayToEnd(RunSchedule):
+    """Decay the rates to ``end`` from the warm-up to the end of the run."""
+
+    shape: ClassVar[Shape]
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        end: float = 0.0,
+        warmup: int | float | str = 0,
+        total: int | None = None,
+        last_epoch: int = -1,
+    ) -> None:
+        self.end = _check_end(end)
+        super().__init__(optimizer, warmup=warmup, total=total, last_epoch=last_epoch)
+
+    def factor(self, step: int, plan: Plan) -> float:
+        """Return the share of the whole rate, ``step`` steps after the warm-up."""
+        return _decay(self.shape, step, _steps_left(plan), self.end)
+
+
 @PARAM_SCHEDULERS.register_module(name="cosine")
-class CosineDecay(RunSchedule):
+class CosineDecay(_DecayToEnd):
     """Decay the rates to ``end`` along half a cosine, from the warm-up to the end of the run.
 
     Without a warm-up the same as torch's ``CosineAnnealingLR``, but constant after its end.
@@ -356,25 +385,11 @@ class CosineDecay(RunSchedule):
         ValueError: an argument is not allowed.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        end: float = 0.0,
-        warmup: int | float | str = 0,
-        total: int | None = None,
-        last_epoch: int = -1,
-    ) -> None:
-        self.end = _check_end(end)
-        super().__init__(optimizer, warmup=warmup, total=total, last_epoch=last_epoch)
-
-    def factor(self, step: int, plan: Plan) -> float:
-        """Return the share of the whole rate, ``step`` steps after the warm-up."""
-        return _decay("cosine", step, _steps_left(plan), self.end)
+    shape = "cosine"
 
 
 @PARAM_SCHEDULERS.register_module(name="linear")
-class LinearDecay(RunSchedule):
+class LinearDecay(_DecayToEnd):
     """Decay the rates to ``end`` in a straight line, from the warm-up to the end of the run.
 
     Args:
@@ -388,21 +403,7 @@ class LinearDecay(RunSchedule):
         ValueError: an argument is not allowed.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        end: float = 0.0,
-        warmup: int | float | str = 0,
-        total: int | None = None,
-        last_epoch: int = -1,
-    ) -> None:
-        self.end = _check_end(end)
-        super().__init__(optimizer, warmup=warmup, total=total, last_epoch=last_epoch)
-
-    def factor(self, step: int, plan: Plan) -> float:
-        """Return the share of the whole rate, ``step`` steps after the warm-up."""
-        return _decay("linear", step, _steps_left(plan), self.end)
+    shape = "linear"
 
 
 @PARAM_SCHEDULERS.register_module(name="wsd")
@@ -538,3 +539,54 @@ class Warmup:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state; the optimizer restores the rates with the warm-up."""
         self._count, self.steps, self._rates = state["count"], state["steps"], state["rates"]
+
+
+# The setting that is a schedule's number of steps.
+_LENGTHS: dict[type, str] = {
+    **dict.fromkeys((ConstantLR, LinearLR, PolynomialLR, PolyLR), "total_iters"),
+    CosineAnnealingLR: "T_max",
+    OneCycleLR: "total_steps",
+}
+
+
+def fit_to_run(
+    scheduler: Any, after: int, until: int | None, total: int
+) -> tuple[str, bool] | None:
+    """Return what does not fit if a schedule acts in a run of ``total`` steps, None if it fits.
+
+    Returns:
+        A text, and whether updates of this run get a rate that is probably a mistake.
+    """
+    setting = _LENGTHS.get(type(scheduler))
+    if setting is None and not isinstance(scheduler, RunSchedule):
+        return None
+    if after >= total:
+        return f"it starts after {after}, but the run has {total}", False
+    is_cut = until is not None and until < total
+    span = (until if is_cut and until is not None else total) - after
+    if setting is None:
+        return scheduler.misfit(span)  # type: ignore[no-any-return]
+    length = getattr(scheduler, setting)
+    # Without another schedule after it, the last rate belongs to the step before the end.
+    rates = span + is_cut
+    text = f"{setting} is {length}, but it acts for {span}"
+    if length < span and rates > length + 1 and (effect := _effect_after_end(scheduler)):
+        return f"{text}: {effect} after {after + length}; set {setting}: {span}", True
+    is_warm_up = isinstance(scheduler, (ConstantLR, LinearLR))
+    if length > span + is_cut and not is_warm_up:
+        return f"{text}: it ends before its last rate; set {setting}: {span}", False
+    if length > span and is_warm_up:
+        return f"{text}: it does not reach its last rate; set {setting}: {span}", is_cut
+    return None
+
+
+def _effect_after_end(scheduler: Any) -> str:
+    if isinstance(scheduler, CosineAnnealingLR):
+        return "the rate rises again"
+    if isinstance(scheduler, OneCycleLR):
+        return "the rate stays at its minimum"
+    ends_at_zero = isinstance(scheduler, PolynomialLR) or 0 in (
+        getattr(scheduler, "eta_min", 1),
+        getattr(scheduler, "end_factor", 1),
+    )
+    return "the rate is 0" if ends_at_zero else ""

@@ -14,13 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
-    ConstantLR,
-    CosineAnnealingLR,
     CyclicLR,
-    LinearLR,
     LRScheduler,
     OneCycleLR,
-    PolynomialLR,
     ReduceLROnPlateau,
     SequentialLR,
 )
@@ -34,7 +30,7 @@ from ..hook import Hook, Scalars
 from ..metrics.evaluation import WatchedMetric
 from ..schedule import get_members, get_window, is_weighted
 from ..state import LoopState, Phase
-from .named_schedules import PolyLR, RunSchedule, UnknownLengthError, Warmup
+from .named_schedules import RunSchedule, UnknownLengthError, Warmup, fit_to_run
 
 logger = logging.getLogger(__name__)
 
@@ -172,14 +168,6 @@ class Misfit(NamedTuple):
     distorts: bool
 
 
-# The setting that is a schedule's number of steps.
-_LENGTHS: dict[type, str] = {
-    **dict.fromkeys((ConstantLR, LinearLR, PolynomialLR, PolyLR), "total_iters"),
-    CosineAnnealingLR: "T_max",
-    OneCycleLR: "total_steps",
-}
-
-
 def _leaves(scheduler: Any, after: int, until: int | None) -> Iterator[tuple[Any, int, int | None]]:
     """Yield the schedulers that are active at the end, with the ranges in which they act."""
     inner: Any = getattr(scheduler, "_schedulers", ())
@@ -192,43 +180,6 @@ def _leaves(scheduler: Any, after: int, until: int | None) -> Iterator[tuple[Any
             yield from _leaves(member, after, until)
     else:
         yield scheduler, after, until
-
-
-def _fit(scheduler: Any, after: int, until: int | None, total: int) -> tuple[str, bool] | None:
-    """Return text and ``distorts`` of the ``Misfit`` of a schedule in a run of ``total`` steps."""
-    setting = _LENGTHS.get(type(scheduler))
-    if setting is None and not isinstance(scheduler, RunSchedule):
-        return None
-    if after >= total:
-        return f"it starts after {after}, but the run has {total}", False
-    is_cut = until is not None and until < total
-    span = (until if is_cut and until is not None else total) - after
-    if setting is None:
-        return scheduler.misfit(span)  # type: ignore[no-any-return]
-    length = getattr(scheduler, setting)
-    # Without another schedule after it, the last rate belongs to the step before the end.
-    rates = span + is_cut
-    text = f"{setting} is {length}, but it acts for {span}"
-    if length < span and rates > length + 1 and (effect := _effect_after_end(scheduler)):
-        return f"{text}: {effect} after {after + length}; set {setting}: {span}", True
-    is_warm_up = isinstance(scheduler, (ConstantLR, LinearLR))
-    if length > span + is_cut and not is_warm_up:
-        return f"{text}: it ends before its last rate; set {setting}: {span}", False
-    if length > span and is_warm_up:
-        return f"{text}: it does not reach its last rate; set {setting}: {span}", is_cut
-    return None
-
-
-def _effect_after_end(scheduler: Any) -> str:
-    if isinstance(scheduler, CosineAnnealingLR):
-        return "the rate rises again"
-    if isinstance(scheduler, OneCycleLR):
-        return "the rate stays at its minimum"
-    ends_at_zero = isinstance(scheduler, PolynomialLR) or 0 in (
-        getattr(scheduler, "eta_min", 1),
-        getattr(scheduler, "end_factor", 1),
-    )
-    return "the rate is 0" if ends_at_zero else ""
 
 
 @HOOKS.register_module()
@@ -308,7 +259,7 @@ class SchedulerHook(Hook):
             if total is None:
                 continue
             for leaf, after, until in _leaves(scheduler, 0, None):
-                misfit = _fit(leaf, after, until, total)
+                misfit = fit_to_run(leaf, after, until, total)
                 if misfit is not None:
                     text, distorts = misfit
                     name, units = type(leaf).__name__, _UNITS[by]

@@ -7,15 +7,13 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from ...loops import CheckpointError, find_checkpoint
-from ...loops.checkpoints.checkpoint import META, read_meta
-from ...loops.checkpoints.files import find_damage, remove_folders
+from ...loops.checkpoints.checkpoint import META
 from ...registry import did_you_mean
 from ...registry.local_paths import remote_url
 from ..pretrained.contents import (
@@ -30,13 +28,19 @@ from ..pretrained.contents import (
     sum_up,
 )
 from ..pretrained.files import OpenedWeights, open_weights
-from ..run_folder import is_in_use, locked_run_dir
+from ..pretrained.listing import (
+    Entry,
+    Files,
+    LocalFiles,
+    is_inner_link,
+    list_entries,
+    mark_entries,
+    read_entry,
+)
 from .command import Options, mistake
 
 if TYPE_CHECKING:
-    from ..remote.examination import RemoteFiles
-
-_KINDS = ("abandoned", "incomplete")
+    pass
 
 
 # Paths.
@@ -106,49 +110,10 @@ def _checkpoints_folder(options: Options, word: str) -> Path:
 # Listing.
 
 
-class _LocalFiles:
-    """The files of checkpoints on this machine, with the interface of ``RemoteFiles``."""
-
-    name = ""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._run_dir = folder.parent if folder.name == "checkpoints" else folder
-
-    def size(self, file: Path) -> int:
-        return file.stat().st_size
-
-    def damage(self, checkpoint: Path, files: Mapping[str, Any]) -> str:
-        return find_damage(checkpoint, files)
-
-    def num_bytes(self, checkpoint: Path) -> int:
-        total = 0
-        for file in (checkpoint, *checkpoint.glob("*")):
-            # A run may be removing it.
-            with suppress(OSError):
-                total += file.stat().st_size if file.is_file() else 0
-        return total
-
-    def lock_problem(self) -> str:
-        return is_in_use(self._run_dir)
-
-    def locked(self) -> AbstractContextManager[None]:
-        return locked_run_dir(self._run_dir)
-
-    def fetch(self, which: str) -> None:
-        """Do nothing: the files are on this machine."""
-
-    def remove(self, checkpoints: Iterable[Path]) -> None:
-        remove_folders(checkpoints)
-
-
-_Files: TypeAlias = "_LocalFiles | RemoteFiles"
-
-
-def _checkpoint_files(options: Options, word: str) -> _Files:
+def _checkpoint_files(options: Options, word: str) -> Files:
     """Return the files of the checkpoints that a word names; raise if it has none."""
     if not remote_url(word):
-        return _LocalFiles(_checkpoints_folder(options, word))
+        return LocalFiles(_checkpoints_folder(options, word))
     from ..remote.examination import RemoteFiles
     from ..remote.stores import RemoteError
 
@@ -158,104 +123,12 @@ def _checkpoint_files(options: Options, word: str) -> _Files:
         raise mistake(f"stepwrap {options.command}: {error}") from error
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A checkpoint, a draft or a link in a folder of checkpoints.
-
-    Attributes:
-        path: the checkpoint.
-        meta: its description; {} if it has no readable one.
-        problem: the damage that was found; "" if there is none.
-        num_bytes: the size of its files; 0 for a link.
-    """
-
-    path: Path
-    meta: Mapping[str, Any]
-    problem: str
-    num_bytes: int
-
-    @property
-    def kind(self) -> str:
-        """Return "abandoned", "incomplete", "draft", "link" or "complete"."""
-        if self.path.name.startswith(".draft-"):
-            return "draft"
-        if _is_inner_link(self.path):
-            return "link"
-        prefix = self.path.name.partition("_")[0]
-        return prefix if prefix in _KINDS else "complete"
-
-    @property
-    def state(self) -> str:
-        """Return the kind and the damage."""
-        if self.kind == "link":
-            return f"link to {self.path.resolve().name}"
-        if self.kind == "draft":
-            return "draft: being saved, or left by a killed run"
-        if not self.problem:
-            return self.kind
-        return f"{'' if self.kind == 'complete' else self.kind + ', '}damaged: {self.problem}"
-
-    @property
-    def is_regular(self) -> bool:
-        """Return whether the run continues from it: it is complete and has a description."""
-        return self.kind == "complete" and not self.problem
-
-
-def _is_inner_link(path: Path) -> bool:
-    return path.is_symlink() and path.resolve().parent == path.parent.resolve()
-
-
-def _entry(files: _Files, path: Path, *, hashes: bool = False) -> _Entry:
-    num_bytes = 0 if path.is_symlink() else files.num_bytes(path)
-    if path.name.startswith(".") or _is_inner_link(path):
-        return _Entry(path, {}, "", num_bytes)
-    try:
-        meta = read_meta(path)
-    except CheckpointError as error:
-        text = str(error).partition(f"{path} ")[2].removeprefix("is damaged: ")
-        return _Entry(path, {}, text or str(error), num_bytes)
-    return _Entry(path, meta, "; ".join(_damage(files, path, meta, hashes=hashes)), num_bytes)
-
-
-def _damage(files: _Files, path: Path, meta: Mapping[str, Any], *, hashes: bool) -> Iterator[str]:
-    """Yield the damage of each file; without ``hashes``, compare only the sizes."""
-    for name, written in meta["files"].items():
-        try:
-            size = files.size(path / name)
-        except OSError as error:
-            yield f"{name}: {error.strerror}"
-            continue
-        if size != written["size"]:
-            yield f"{name}: {size} bytes instead of {written['size']}"
-        elif hashes and (problem := files.damage(path, {name: written})):
-            yield problem
-
-
-def _entries(files: _Files, *, hashes: bool = False) -> list[_Entry]:
-    """Return the entries in the order in which they were saved; those without one come last."""
-    folder = files.folder
-    paths = {*folder.glob("step_*"), *folder.glob(".draft-*")}
-    paths |= {path for kind in _KINDS for path in folder.glob(f"{kind}_step_*")}
-    entries = [_entry(files, path, hashes=hashes) for path in sorted(paths)]
-    return sorted(entries, key=lambda entry: entry.meta.get("serial", math.inf))
-
-
-def _marks(entries: Sequence[_Entry]) -> dict[Path, str]:
-    regular = [entry for entry in entries if entry.is_regular]
-    marks: dict[Path, list[str]] = {entry.path: [] for entry in entries}
-    best = [entry for entry in regular if entry.meta["best"]]
-    for name, candidates in (("best", best), ("latest", regular)):
-        if candidates:
-            marks[candidates[-1].path].append(name)
-    return {path: ", ".join(names) for path, names in marks.items()}
-
-
 def run_ls(options: Options) -> int:
     """Print a table of a run's checkpoints."""
     files = _checkpoint_files(options, options.words[0])
     folder = files.folder
-    entries = _entries(files)
-    marks = _marks(entries)
+    entries = list_entries(files)
+    marks = mark_entries(entries)
     rows = [
         {
             "name": entry.path.name,
@@ -505,23 +378,23 @@ def run_verify(options: Options) -> int:
     return int(bool(damaged))
 
 
-def _checked(options: Options, word: str) -> tuple[str | Path, list[_Entry]]:
+def _checked(options: Options, word: str) -> tuple[str | Path, list[Entry]]:
     """Check the hashes of the files at a path or URL, and return the path and the entries."""
     if remote_url(word):
         remote = _checkpoint_files(options, word)
         if remote.name:
-            return word, [_entry(remote, remote.folder / remote.name, hashes=True)]
-        return word, _entries(remote, hashes=True)
+            return word, [read_entry(remote, remote.folder / remote.name, hashes=True)]
+        return word, list_entries(remote, hashes=True)
     path = existing(options, word)
     if (path / META).exists():
-        return path, [_entry(_LocalFiles(path.parent), path, hashes=True)]
+        return path, [read_entry(LocalFiles(path.parent), path, hashes=True)]
     folder = _find_folder(path)
     if folder is None:
         raise mistake(
             f"stepwrap {options.command}: {path} is not a checkpoint, because it has no {META}, "
             "and has no folder of checkpoints"
         )
-    return path, _entries(_LocalFiles(folder), hashes=True)
+    return path, list_entries(LocalFiles(folder), hashes=True)
 
 
 # Removal.
@@ -540,7 +413,7 @@ def run_prune(options: Options) -> int:
     try:
         # No run may start in the folder between the decision and the removal.
         with files.locked() if options.yes else nullcontext():
-            entries = _entries(files)
+            entries = list_entries(files)
             reasons = _reasons(options, entries, files)
             removed = [entry for entry in entries if not reasons[entry.path]]
             if options.yes:
@@ -574,7 +447,7 @@ def run_prune(options: Options) -> int:
     return 0
 
 
-def _reasons(options: Options, entries: Sequence[_Entry], files: _Files) -> dict[Path, str]:
+def _reasons(options: Options, entries: Sequence[Entry], files: Files) -> dict[Path, str]:
     """Return why each checkpoint is kept; "" if it is removed."""
     folder = files.folder
     reasons: dict[Path, list[str]] = {entry.path: _rules(options, entry) for entry in entries}
@@ -589,7 +462,7 @@ def _reasons(options: Options, entries: Sequence[_Entry], files: _Files) -> dict
         reasons[latest].append("latest")
     if best is not None and (options.keep_best or not options.unprotected):
         reasons[best].append("best")
-    for link in filter(_is_inner_link, folder.iterdir()):
+    for link in filter(is_inner_link, folder.iterdir()):
         if (target := folder / link.resolve().name) in reasons:
             reasons[target].append(f"{link.name} links to it")
     if latest is None or not reasons[latest]:
@@ -597,7 +470,7 @@ def _reasons(options: Options, entries: Sequence[_Entry], files: _Files) -> dict
     return {path: ", ".join(texts) for path, texts in reasons.items()}
 
 
-def _keep_one(entries: Sequence[_Entry], reasons: Mapping[Path, list[str]], files: _Files) -> None:
+def _keep_one(entries: Sequence[Entry], reasons: Mapping[Path, list[str]], files: Files) -> None:
     """Keep an undamaged checkpoint if the rules keep none from which a run continues."""
     saved = [entry for entry in reversed(entries) if entry.meta]
     # Prefer complete checkpoints to abandoned and incomplete ones, and those that are kept.
@@ -608,7 +481,7 @@ def _keep_one(entries: Sequence[_Entry], reasons: Mapping[Path, list[str]], file
             return
 
 
-def _rules(options: Options, entry: _Entry) -> list[str]:
+def _rules(options: Options, entry: Entry) -> list[str]:
     """Return the reasons to keep a checkpoint that do not depend on others."""
     reasons = []
     if any(fnmatch.fnmatchcase(entry.path.name, pattern) for pattern in options.keep):
