@@ -126,7 +126,7 @@ class SaveWithHook:
 
     def __call__(self, done: threading.Event) -> None:
         self._state.step += 1
-        # Only rank 0 is told of the end.
+        # `after_save` is called on rank 0 only.
         self._marker = self._folder / f"saved_{self._state.step}"
         self._state.after_save = [lambda path: self._marker.touch()]
         self._hook.on_save_point(self._state)

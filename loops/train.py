@@ -268,8 +268,8 @@ class EpochTrainLoop(_TrainLoop):
             before training. Default: the first multiple of the interval.
         val_interval: validate after each epoch that is a multiple of this number, and after the
             last epoch, unless ``val_begin`` is greater.
-        val_every_secs: validate also during an epoch, when so many seconds of training have passed
-            since the last validation by the clock. All ranks do so after the same update.
+        val_every_secs: seconds of training between two validations by the clock, in addition to
+            the others. They may be inside an epoch. All ranks validate after the same update.
         dynamic_intervals: ascending (epoch, val_interval) pairs; each applies from its epoch on.
         log_every_steps: updates between two log records.
         sanity_val: run one validation batch before training, to find mistakes early; see

@@ -231,19 +231,32 @@ def _described(
     node: ast.ClassDef | ast.FunctionDef, module: str, classes: Mapping[str, ast.ClassDef]
 ) -> Registration:
     text = ast.get_docstring(node) or ""
-    functions = [
-        function for function in (node, *node.body) if isinstance(function, ast.FunctionDef)
-    ]
-    makers = [function for function in functions if function is node or function.name == "__init__"]
+    maker = _find_maker(node, classes)
     meanings = documented_items(text, "Args")
-    declarations = [text for maker in makers for text in _declarations(maker.args)]
-    if not makers and isinstance(node, ast.ClassDef) and _is_dataclass(node):
+    declarations = [] if maker is None else list(_declarations(maker.args))
+    if maker is None and isinstance(node, ast.ClassDef) and _is_dataclass(node):
         declarations = list(_fields(node, classes).values())
     arguments = tuple(
         (declaration, meanings.get(declaration.partition(":")[0], ""))
         for declaration in declarations
     )
     return Registration(node.name, text.partition("\n")[0], (), module, arguments)
+
+
+def _find_maker(
+    node: ast.ClassDef | ast.FunctionDef, classes: Mapping[str, ast.ClassDef]
+) -> ast.FunctionDef | None:
+    """Return the function, or the ``__init__`` of the class or of a base in the same module."""
+    if isinstance(node, ast.FunctionDef):
+        return node
+    for member in node.body:
+        if isinstance(member, ast.FunctionDef) and member.name == "__init__":
+            return member
+    if _is_dataclass(node):
+        return None
+    bases = (base.id for base in node.bases if isinstance(base, ast.Name) and base.id in classes)
+    makers = (_find_maker(classes[name], classes) for name in bases)
+    return next((maker for maker in makers if maker is not None), None)
 
 
 def _declarations(arguments: ast.arguments) -> Iterator[str]:

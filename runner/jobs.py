@@ -263,7 +263,7 @@ def require_free_run_dir(
             problem = remote_problem(url, keeps=keeps, is_locked=is_locked)
         if not problem and not is_locked:
             problem = is_in_use(folder)
-        # What was not uploaded is in the working folder only.
+        # The working folder has also the files that were not uploaded.
         if not problem and keeps and (is_locked or not url):
             problem = occupied(folder)
     problem = broadcast(problem)

@@ -28,7 +28,7 @@ def run_report(options: Options) -> int:
 
 
 def _local_folders(words: list[str], fail: Callable[[str], Exception]) -> list[str]:
-    """Return the folders of runs; those of URLs are copies."""
+    """Return the folders of runs; a URL is replaced by a local copy."""
     if not any(map(remote_url, words)):
         return words
     # Imported here, because most reports have no URL.

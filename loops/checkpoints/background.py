@@ -33,8 +33,8 @@ _ALIGNMENT = 64
 class CheckpointWriter:
     """Write checkpoints, one at a time, at once or in a thread; every rank must call it alike.
 
-    The ranks exchange results in a group of their own, since calls of one group must have the same
-    order on all ranks. Its timeout is not that of the run: syncing files may take long.
+    The ranks exchange results in a separate group, because the calls of one group must have the
+    same order on all ranks. This group has a longer timeout, because syncing files may take long.
 
     Args:
         after: called on rank 0 with the path of each checkpoint, by the thread that wrote it.

@@ -65,8 +65,8 @@ class CheckpointHook(Hook):
             (``save_alone``), except after a NonFiniteError, CheckpointError or KeyboardInterrupt.
         background: write files while the training continues. This needs memory for a copy of what
             is saved. If it is false, or the memory is too small, the training waits for the files.
-        while_saving: what to do if a checkpoint is due while another one is still written: "wait"
-            for it, or "skip" the new one, unless it is the best or the last one.
+        while_saving: "wait" or "skip". If a checkpoint is due while another one is written, wait
+            for the other one, or skip the new one, unless it is the best or the last one.
         save_timeout_s: seconds after which a rank that is writing or syncing files counts as
             missing.
 
@@ -267,7 +267,7 @@ class CheckpointHook(Hook):
             logger.info("saved checkpoint %s%s", path, self._remark)
 
     def _after_save(self, state: LoopState, path: Path) -> None:
-        """Remove older checkpoints, and tell others of the new one; called on rank 0."""
+        """Remove older checkpoints, then call ``state.after_save``; called on rank 0."""
         folder = path.parent
         if self.keep_last is not None:
             best = [path for path, meta in list_checkpoints(folder) if meta["best"]][:1]

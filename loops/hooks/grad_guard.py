@@ -34,7 +34,7 @@ class GradGuardHook(StepGuard):
     Args:
         action: "skip", or "stop" to raise NonFiniteError on every rank. In float16, an overflow
             with finite losses is left to the loss scaler, unless its scale is already 1 or less.
-        max_in_row: the allowed number of skipped steps in a row, without those of a loss scaler.
+        max_in_row: the allowed number of steps in a row that this hook skips.
             One more raises NonFiniteError.
 
     Raises:

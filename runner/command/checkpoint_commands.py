@@ -19,10 +19,10 @@ from ...registry.local_paths import remote_url
 from ..pretrained.contents import (
     Difference,
     Total,
-    by_parameter,
     differences,
     is_tensor,
     leaves,
+    name_states,
     num_bytes,
     short_text,
     sum_up,
@@ -323,7 +323,7 @@ def run_diff(options: Options) -> int:
                 compared.append(stem)
                 contents = [checkpoint.read(stem, by_parts=True) for checkpoint in checkpoints]
                 if stem == "optim":
-                    contents = [*map(by_parameter, contents)]
+                    contents = [*map(name_states, contents)]
                 rows += differences(stem, *contents)
             else:
                 rows.append(

@@ -95,7 +95,7 @@ def _checkpoint_before(step: int, run_dir: str, resume: bool | str | Path) -> bo
 
 
 def _find_run(run_dir: str, which: str, *, before: int | None = None) -> Path:
-    """Return the run's folder; of a URL, a copy with a checkpoint, as for ``run_copy``."""
+    """Return the run's folder; a URL is replaced by a copy that has a checkpoint."""
     if not remote_url(run_dir):
         return local_path(run_dir)
     # Imported here, because most runs have no URL.

@@ -33,16 +33,16 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def by_parameter(optim: Mapping[str, Any]) -> dict[str, Any]:
+def name_states(optim: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of optimizers with states under the names of their parameters.
 
-    The numbers of the parameters, which depend on the order of the model, are left out. States
-    without names, as in files of earlier releases, are unchanged.
+    The numbers of the parameters depend on the order of the model and are left out. Files of
+    earlier releases may lack the names; their content is returned unchanged.
     """
     groups = optim.get("param_groups")
     if not isinstance(groups, list):
         return {
-            name: by_parameter(entry) if isinstance(entry, Mapping) else entry
+            name: name_states(entry) if isinstance(entry, Mapping) else entry
             for name, entry in optim.items()
         }
     names: dict[int, str] = {}

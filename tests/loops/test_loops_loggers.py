@@ -251,15 +251,18 @@ def _log_to_trackio(folder: Path) -> list[Any]:
     run_dir = folder / "digits"
     train(state_in(run_dir), [TrackioHook(project="p"), Shows()], epochs=1)
     train(resume_at_4(run_dir), [TrackioHook(project="p")])
-    first = (run_dir / "trackio_id.txt").read_text().strip()
+    resumed_name = (run_dir / "trackio_id.txt").read_text().strip()
     # A run that starts from the beginning is another run.
     train(state_in(run_dir), [TrackioHook(project="p")], epochs=1)
     second = (run_dir / "trackio_id.txt").read_text().strip()
     from trackio import SQLiteStorage
 
     names = SQLiteStorage.get_runs("p")
-    assert sorted(names) == sorted([first, second])
-    return [SQLiteStorage.get_run_config("p", first), SQLiteStorage.get_logs("p", first)]
+    assert sorted(names) == sorted([resumed_name, second])
+    return [
+        SQLiteStorage.get_run_config("p", resumed_name),
+        SQLiteStorage.get_logs("p", resumed_name),
+    ]
 
 
 @pytest.mark.slow

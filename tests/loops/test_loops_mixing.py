@@ -42,7 +42,7 @@ def images(samples: int) -> TensorDataset:
     return TensorDataset(pixels, torch.randint(CLASSES, (samples,), generator=generator))
 
 
-def batch_of(collate: MixCollator, samples: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def mix_samples(collate: MixCollator, samples: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the inputs and class numbers of some samples, then the mixed ones."""
     dataset = images(samples)
     inputs, targets = collate([dataset[index] for index in range(samples)])
@@ -51,7 +51,7 @@ def batch_of(collate: MixCollator, samples: int = 4) -> tuple[Tensor, Tensor, Te
 
 def test_mixup_adds_inputs_and_targets() -> None:
     torch.manual_seed(1)
-    inputs, labels, mixed, targets = batch_of(MixCollator(CLASSES, mixup=0.4))
+    inputs, labels, mixed, targets = mix_samples(MixCollator(CLASSES, mixup=0.4))
     before = [3, 0, 1, 2]
     share = (mixed - inputs[before])[0, 0, 0, 0] / (inputs - inputs[before])[0, 0, 0, 0]
     assert 0 < share < 1
@@ -64,7 +64,7 @@ def test_mixup_adds_inputs_and_targets() -> None:
 def test_cutmix_replaces_a_rectangle_and_counts_its_area() -> None:
     torch.manual_seed(2)
     for _ in range(20):
-        inputs, labels, mixed, targets = batch_of(MixCollator(CLASSES, cutmix=1.0))
+        inputs, labels, mixed, targets = mix_samples(MixCollator(CLASSES, cutmix=1.0))
         before = [3, 0, 1, 2]
         replaced = mixed == inputs[before]
         assert ((mixed == inputs) | replaced).all()
@@ -77,7 +77,7 @@ def test_cutmix_replaces_a_rectangle_and_counts_its_area() -> None:
 
 
 def test_label_smoothing_equals_that_of_the_loss() -> None:
-    inputs, labels, same, targets = batch_of(MixCollator(CLASSES, label_smoothing=0.1))
+    inputs, labels, same, targets = mix_samples(MixCollator(CLASSES, label_smoothing=0.1))
     assert torch.equal(same, inputs)
     scores = inputs.flatten(1)[:, :CLASSES]
     expected = cross_entropy(scores, labels, label_smoothing=0.1)
@@ -89,7 +89,7 @@ def test_a_share_of_the_batches_and_both_kinds() -> None:
     collate = MixCollator(CLASSES, mixup=1.0, cutmix=1.0, probability=0.6)
     kinds = {"none": 0, "cutmix": 0, "mixup": 0}
     for _ in range(200):
-        inputs, _, mixed, _ = batch_of(collate)
+        inputs, _, mixed, _ = mix_samples(collate)
         is_plain = (mixed == inputs) | (mixed == inputs[[3, 0, 1, 2]])
         kind = "mixup" if not is_plain.any() else "cutmix" if not mixed.equal(inputs) else "none"
         kinds[kind] += 1
@@ -122,7 +122,7 @@ def test_wrong_settings(settings: dict[str, Any], text: str) -> None:
 
 def test_wrong_batches() -> None:
     with pytest.raises(ValueError, match="classes must be from 0 to 1, .* got 0 to 2"):
-        batch_of(MixCollator(2, mixup=1.0), 8)
+        mix_samples(MixCollator(2, mixup=1.0), 8)
     rows: Any = [(torch.rand(3), torch.tensor(0)) for _ in range(2)]
     with pytest.raises(ValueError, match=r"height and a width, got the shape \(2, 3\)"):
         MixCollator(CLASSES, cutmix=1.0)(rows)
@@ -153,10 +153,10 @@ def _train(
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 1), (3, 0)])
 def test_a_resumed_run_mixes_the_same(tmp_path: Path, ranks: int, workers: int) -> None:
     calls: Any = {"init": ranks > 1}
-    whole = run_ranks(_train, ranks, tmp_path / "whole", workers, **calls)
+    uninterrupted = run_ranks(_train, ranks, tmp_path / "whole", workers, **calls)
     run_ranks(_train, ranks, tmp_path / "run", workers, 5, **calls)
     resumed = run_ranks(_train, ranks, tmp_path / "run", workers, resume=True, **calls)
-    for weights, expected in zip(resumed, whole, strict=True):
+    for weights, expected in zip(resumed, uninterrupted, strict=True):
         assert_identical(weights, expected)
 
 

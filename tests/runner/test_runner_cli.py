@@ -16,7 +16,7 @@ from ranks import run_ranks
 from runner_parts import final_weights, records, run_command
 from warm import ended
 
-from stepwrap.registry import HOOKS, list_registrations, load_config
+from stepwrap.registry import HOOKS, PARAM_SCHEDULERS, list_registrations, load_config
 from stepwrap.runner import Runner
 from stepwrap.runner.command.cli import main
 from stepwrap.runner.command.print_commands import read_curves
@@ -429,6 +429,15 @@ def test_list_shows_all_of_a_hook(
         assert all(message.values()), message
     assert " ".join(["mode: str | None = None", '"max" if higher values']) in text
     assert "[...]" not in out
+
+
+@pytest.mark.parametrize("name", ["constant", "cosine", "linear", "wsd", "inverse_sqrt", "PolyLR"])
+def test_list_has_the_arguments_of_a_schedule_also_those_of_its_base(name: str) -> None:
+    entries = list_registrations("param_schedulers")["PARAM_SCHEDULERS"]
+    (entry,) = [entry for entry in entries if entry.name == name]
+    arguments = [declaration.partition(":")[0] for declaration, _ in entry.arguments]
+    assert arguments == list(inspect.signature(PARAM_SCHEDULERS.get(name)).parameters)
+    assert all(meaning for _, meaning in entry.arguments)
 
 
 def test_version_prints_the_packages_version(capsys: Capture) -> None:
